@@ -1,0 +1,7 @@
+"""Run files and settings: strict, typed, with errors that name the key and the fix."""
+
+from paceline.config.base import PluginTable, StrictModel
+from paceline.config.errors import ConfigError
+from paceline.config.run_file import RunFile, load_run_file, parse, plugin_options
+
+__all__ = ["ConfigError", "PluginTable", "RunFile", "StrictModel", "load_run_file", "parse", "plugin_options"]

@@ -1,0 +1,7 @@
+"""One exception for everything that can be wrong with what a user wrote."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A run file, override or setting is wrong; the text has one line for each fault, with the key and the fix."""

@@ -1,0 +1,69 @@
+"""Channels to other services: no call without a deadline, frozen peers noticed, UNAVAILABLE retried."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from paceline.telemetry import tracing
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+_SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 4,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "1s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Keepalive alone does not notice a frozen peer; the ping timeout does, after their sum.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 1),
+    ("grpc.service_config", _SERVICE_CONFIG),
+]
+
+
+class MissingDeadline(RuntimeError):
+    """A call was made without timeout=; every RPC must have one."""
+
+
+class _RequireDeadline(grpc.aio.UnaryUnaryClientInterceptor, grpc.aio.UnaryStreamClientInterceptor):
+    async def _check(self, details: grpc.aio.ClientCallDetails) -> None:
+        if details.timeout is None:
+            raise MissingDeadline(f"call of {details.method!r} has no timeout; pass timeout=<seconds>")
+
+    async def intercept_unary_unary(self, continuation: Callable, details: Any, request: Any) -> Any:  # type: ignore[override]
+        await self._check(details)
+        return await continuation(details, request)
+
+    async def intercept_unary_stream(self, continuation: Callable, details: Any, request: Any) -> Any:  # type: ignore[override]
+        await self._check(details)
+        return await continuation(details, request)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to `host:port`. Close it with `await channel.close()`. Calls without timeout= raise MissingDeadline."""
+    interceptors = [_RequireDeadline(), *tracing.client_interceptors()]
+    return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
