@@ -14,26 +14,26 @@ class DataConfig(StrictModel):
 
     source: PluginTable
     """The source plug-in with its options: {name = "jsonl", path = "..."}, "parquet", "reasoning_gym", or 'module:attribute'."""
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(default=1, ge=1)
     """How often the data is gone through; an epoch's order is drawn from run.seed + epoch."""
     shuffle: bool = True
     """Draw a new order every epoch; false keeps the source's order."""
     chat_template: bool = False
     """Render the prompt as one user message by the tokenizer's chat template; false takes the text as it is."""
-    max_prompt_tokens: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are dropped and counted (reason prompt_too_long)."""
-    max_malformed: int = Field(0, ge=0)
+    max_malformed: int = Field(default=0, ge=0)
     """How many malformed records are skipped and counted before loading fails."""
 
 
 class SamplingConfig(StrictModel):
     """How tokens are drawn."""
 
-    temperature: float = Field(1.0, ge=0, le=10)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
     """0 means off."""
-    max_new_tokens: int = Field(64, ge=1)
+    max_new_tokens: int = Field(default=64, ge=1)
     stop: list[str] = []
     """Stop strings. The tokens of the match are kept."""
     stop_token_ids: list[int] = []
@@ -42,23 +42,23 @@ class SamplingConfig(StrictModel):
 class RolloutConfig(StrictModel):
     """How groups are produced."""
 
-    groups_per_step: int = Field(8, ge=1)
+    groups_per_step: int = Field(default=8, ge=1)
     """Groups (prompts) that one training step consumes."""
-    samples_per_group: int = Field(8, ge=1)
+    samples_per_group: int = Field(default=8, ge=1)
     """Samples of each prompt."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["unbounded"] = 0
     """Bound on trainer version minus oldest token version at consumption. 0 is synchronous and exactly on-policy."""
     too_stale: Literal["reissue", "drop"] = "reissue"
     """What happens to a group that is older than the bound when it is claimed."""
-    buffer_groups: int = Field(64, ge=1)
+    buffer_groups: int = Field(default=64, ge=1)
     """Most groups that wait in the stream; a full buffer blocks production."""
-    max_in_flight: int = Field(64, ge=1)
+    max_in_flight: int = Field(default=64, ge=1)
     """Most groups being generated or graded at once."""
-    group_deadline_seconds: float = Field(120.0, gt=0)
+    group_deadline_seconds: float = Field(default=120.0, gt=0)
     """A group that is not finished by then counts as a failed attempt."""
-    max_attempts: int = Field(3, ge=1)
+    max_attempts: int = Field(default=3, ge=1)
     """Failed attempts after which a prompt is dead; the run goes on without it."""
-    lease_seconds: float = Field(15.0, gt=0)
+    lease_seconds: float = Field(default=15.0, gt=0)
     """A group whose producer has not renewed for this long is issued again."""
     episode: PluginTable = PluginTable(name="single_turn")
     """The episode plug-in."""
@@ -72,8 +72,8 @@ class EvaluationConfig(StrictModel):
 
     name: str
     source: PluginTable
-    num_prompts: int = Field(32, ge=1)
-    samples_per_prompt: int = Field(1, ge=1)
-    every_steps: int = Field(0, ge=0)
+    num_prompts: int = Field(default=32, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
+    every_steps: int = Field(default=0, ge=0)
     """Evaluate after every so many steps; 0 means only when asked. The final step is always evaluated when this is not 0."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)

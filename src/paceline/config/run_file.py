@@ -37,8 +37,8 @@ class RunConfig(StrictModel):
     """Run id: letters, digits, '.', '_', '-'."""
     directory: str = ""
     """Where the run keeps everything; empty means runs/<name>."""
-    seed: int = Field(0, ge=0)
-    steps: int = Field(10, ge=1)
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(default=10, ge=1)
     """Training steps of the run."""
 
     @field_validator("name")

@@ -21,16 +21,16 @@ class EngineConfig(StrictModel):
 
     backend: PluginTable = PluginTable(name="embedded")
     """The engine backend with its options."""
-    replicas: int = Field(1, ge=0)
+    replicas: int = Field(default=1, ge=0)
     """How many the launcher starts. 0: engines are started elsewhere and join."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: int = Field(1, ge=1)
-    max_sequences: int = Field(128, ge=1)
+    threads: int = Field(default=1, ge=1)
+    max_sequences: int = Field(default=128, ge=1)
     """Sequences that are decoded at once."""
-    max_sequence_length: int = Field(512, ge=2)
+    max_sequence_length: int = Field(default=512, ge=2)
     """Prompt plus new tokens of one sequence."""
-    max_waiting: int = Field(1024, ge=1)
+    max_waiting: int = Field(default=1024, ge=1)
     """Requests that may wait for a slot; more are refused with a retry delay."""
     pause_mode: Literal["in_place", "retract", "abort", "drain"] = "in_place"
     """What a weight update does to running requests."""
@@ -40,11 +40,11 @@ class RouterConfig(StrictModel):
     """Placement of generation requests."""
 
     policy: PluginTable = PluginTable(name="least_load")
-    max_waiting: int = Field(4096, ge=1)
-    probe_every_seconds: float = Field(5.0, gt=0)
+    max_waiting: int = Field(default=4096, ge=1)
+    probe_every_seconds: float = Field(default=5.0, gt=0)
     """How often each engine must generate a token to stay healthy."""
-    probe_timeout_seconds: float = Field(10.0, gt=0)
-    max_retries: int = Field(3, ge=0)
+    probe_timeout_seconds: float = Field(default=10.0, gt=0)
+    max_retries: int = Field(default=3, ge=0)
     """How often a request is placed again after its engine died."""
 
 
@@ -59,13 +59,13 @@ class RewardConfig(StrictModel):
 
     graders: list[GraderTable] = []
     """The reward is the weighted sum. A missing component makes the reward missing."""
-    workers: int = Field(1, ge=1)
+    workers: int = Field(default=1, ge=1)
     """Grader processes."""
-    timeout_seconds: float = Field(5.0, gt=0)
+    timeout_seconds: float = Field(default=5.0, gt=0)
     """Wall limit for one grader on one sample."""
-    memory_mb: int = Field(2048, ge=64)
+    memory_mb: int = Field(default=2048, ge=64)
     """Address space that a grader process may use beyond its own start."""
-    max_waiting: int = Field(4096, ge=1)
+    max_waiting: int = Field(default=4096, ge=1)
 
 
 class WeightsConfig(StrictModel):
@@ -73,7 +73,7 @@ class WeightsConfig(StrictModel):
 
     transport: PluginTable = PluginTable(name="shm")
     """"shm": files in memory of this host; "disk": files under the run's folder."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Published versions that are kept on the transport."""
 
 
@@ -85,7 +85,7 @@ class GatewayConfig(StrictModel):
     """host:port of the HTTP server; port 0 chooses."""
     model_name: str = "policy"
     """Name under which clients ask for the model in training."""
-    request_timeout_seconds: float = Field(120.0, gt=0)
+    request_timeout_seconds: float = Field(default=120.0, gt=0)
 
 
 class DashboardConfig(StrictModel):
@@ -100,7 +100,7 @@ class TelemetryConfig(StrictModel):
     """Traces."""
 
     enabled: bool = True
-    sample_ratio: float = Field(1.0, ge=0, le=1)
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of groups that are traced. Steps always are."""
 
 
@@ -109,8 +109,8 @@ class LauncherConfig(StrictModel):
 
     redis_url: str = ""
     """An existing Redis or Valkey; empty starts one, with its append-only file in the run's folder."""
-    start_timeout_seconds: float = Field(120.0, gt=0)
+    start_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long one service may take to be healthy."""
-    stop_timeout_seconds: float = Field(10.0, gt=0)
-    max_restarts: int = Field(10, ge=0)
+    stop_timeout_seconds: float = Field(default=10.0, gt=0)
+    max_restarts: int = Field(default=10, ge=0)
     """Restarts of one service within five minutes before the run is given up."""
