@@ -23,7 +23,7 @@ class Place:
     redis_url: str = ""
     otlp: str = ""
     ready_fd: int | None = None
-    die_with_parent: bool = False
+    parent_pid: int | None = None
     addresses: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
@@ -72,6 +72,7 @@ class Place:
     def from_arguments(cls, arguments: argparse.Namespace) -> Place:
         """Read parsed flags, and what only a launcher sets by variable."""
         ready = os.environ.get("PACELINE_READY_FD")
+        parent = os.environ.get("PACELINE_PARENT_PID")
         return cls(
             listen=arguments.listen,
             advertise=arguments.advertise,
@@ -80,7 +81,7 @@ class Place:
             redis_url=arguments.redis_url,
             otlp=arguments.otlp,
             ready_fd=int(ready) if ready else None,
-            die_with_parent=os.environ.get("PACELINE_DIE_WITH_PARENT") == "1",
+            parent_pid=int(parent) if parent else None,
             addresses={service: getattr(arguments, f"{service}_addr") for service in SERVICES},
         )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from paceline.config.place import Place
 from paceline.ids import new_id
 from paceline.rpc.client import open_channel
 from paceline.rpc.membership import Membership
+from paceline.rpc.parent import die_with_parent
 from paceline.rpc.server import InsecureListen, RpcServer, check_listen
 from paceline.rpc.status import StatusBoard
 from paceline.telemetry import tracing
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 EXIT_FAILED = 1
-_PR_SET_PDEATHSIG = 1
 
 
 class ServiceContext:
@@ -151,16 +150,6 @@ class ServiceContext:
         await asyncio.to_thread(tracing.shut_down)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its launcher dies, however it dies."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("launcher died before start")
-
-
 def run_service(service: str, start: Callable[[ServiceContext], Awaitable[None]]) -> None:
     """Entry point of `python -m services.<service>`. Exits 2 for a wrong configuration, 1 for a failure, else 0."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{service}")
@@ -175,8 +164,8 @@ def run_service(service: str, start: Callable[[ServiceContext], Awaitable[None]]
     try:
         place = Place.from_arguments(arguments)
         config = load_run_file(arguments.run_file, arguments.overrides)
-        if place.die_with_parent:
-            die_with_parent()
+        if place.parent_pid is not None:
+            die_with_parent(place.parent_pid)
         member = place.member_id or f"{service}-0"
         endpoint = place.otlp if config.telemetry.enabled else ""
         tracing.set_up(service, config.run.name, member, endpoint, config.telemetry.sample_ratio)

@@ -1,0 +1,1 @@
+"""Runs all services of a run on one machine: in order, supervised, with nothing left behind."""
