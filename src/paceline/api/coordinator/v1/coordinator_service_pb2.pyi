@@ -875,6 +875,7 @@ class PrepareVersionRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    MIN_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     run_id: _builtins.str
     fence: _builtins.int
@@ -882,6 +883,10 @@ class PrepareVersionRequest(_message.Message):
     digest: _builtins.str
     kind: _weights_pb2.WeightKind.ValueType
     transport: _builtins.str
+    min_weight_version: _builtins.int
+    """The largest weight version that the caller knows to have been used, from its manifests; the number issued is larger
+    even if the store was lost. 0 when it knows of none.
+    """
     def __init__(
         self,
         *,
@@ -892,10 +897,11 @@ class PrepareVersionRequest(_message.Message):
         digest: _builtins.str = ...,
         kind: _weights_pb2.WeightKind.ValueType = ...,
         transport: _builtins.str = ...,
+        min_weight_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fence", b"fence", "kind", b"kind", "request_id", b"request_id", "run_id", b"run_id", "step", b"step", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fence", b"fence", "kind", b"kind", "min_weight_version", b"min_weight_version", "request_id", b"request_id", "run_id", b"run_id", "step", b"step", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
