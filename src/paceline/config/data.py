@@ -13,7 +13,7 @@ class DataConfig(StrictModel):
     """Where prompts come from and how they become tokens."""
 
     source: PluginTable
-    """The source plug-in with its options: {name = "jsonl", path = "..."}, "parquet", "reasoning_gym", or 'module:attribute'."""
+    """The source and its options: {name = "jsonl", path = "..."}, "parquet", "reasoning_gym", or 'module:attribute'."""
     epochs: int = Field(default=1, ge=1)
     """How often the data is gone through; an epoch's order is drawn from run.seed + epoch."""
     shuffle: bool = True
@@ -63,7 +63,7 @@ class RolloutConfig(StrictModel):
     episode: PluginTable = PluginTable(name="single_turn")
     """The episode plug-in."""
     filters: list[PluginTable] = []
-    """Group filters in order: "nonzero_std", "no_missing", or 'module:attribute'. What they refuse is dropped and replaced."""
+    """Group filters in order: "nonzero_std", "no_missing", 'module:attribute'. What they refuse is replaced."""
     sampling: SamplingConfig = SamplingConfig()
 
 
@@ -75,5 +75,5 @@ class EvaluationConfig(StrictModel):
     num_prompts: int = Field(default=32, ge=1)
     samples_per_prompt: int = Field(default=1, ge=1)
     every_steps: int = Field(default=0, ge=0)
-    """Evaluate after every so many steps; 0 means only when asked. The final step is always evaluated when this is not 0."""
+    """Evaluate before the first step, after every so many and after the last; 0 means only when asked."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)

@@ -90,7 +90,8 @@ class Place:
         address = self.addresses.get(service, "")
         if not address:
             raise ConfigError(
-                f"address of the {service} is not set; pass --{service}-addr host:port or set PACELINE_{service.upper()}_ADDR"
+                f"address of the {service} is not set; pass --{service}-addr host:port "
+                f"or set PACELINE_{service.upper()}_ADDR"
             )
         return address
 

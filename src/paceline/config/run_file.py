@@ -95,8 +95,8 @@ class RunFile(StrictModel):
             raise ValueError("rollout.sampling.temperature = 0 samples one answer only; training needs temperature > 0")
         if self.rollout.sampling.top_p < 1 or self.rollout.sampling.top_k > 0:
             raise ValueError(
-                "rollout.sampling.top_p < 1 or top_k > 0 is refused for training: the trainer's softmax is over the whole "
-                "vocabulary, so log-probabilities would not match the sampler's; use them in [[evaluation]] or the gateway"
+                "rollout.sampling.top_p < 1 or top_k > 0 is refused for training: the trainer's softmax is over the "
+                "whole vocabulary, so log-probabilities would not match the sampler's; use them in [[evaluation]]"
             )
         names = [item.name for item in self.evaluation]
         if len(set(names)) != len(names):

@@ -54,7 +54,7 @@ class TrainerConfig(StrictModel):
     """How token losses become one number."""
     correction: CorrectionConfig = CorrectionConfig()
     behaviour: Literal["sampler", "policy"] = "sampler"
-    """Whose log-probabilities are the denominator of the ratio: the sampler's, or the policy's before the step's first update."""
+    """Denominator of the ratio: the sampler's log-probabilities, or the policy's before the step's first update."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL to the reference in the loss; 0 loads no reference."""
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
@@ -80,7 +80,7 @@ class TrainerConfig(StrictModel):
             return self
         if self.behaviour == "sampler" and self.correction.kind == "tis":
             raise ValueError(
-                "correction.kind = 'tis' contradicts behaviour = 'sampler': the sampler's log-probabilities are already "
-                "the ratio's denominator; set behaviour = 'policy' or correction.kind = 'none'"
+                "correction.kind = 'tis' contradicts behaviour = 'sampler': the sampler's log-probabilities are "
+                "already the ratio's denominator; set behaviour = 'policy' or correction.kind = 'none'"
             )
         return self

@@ -39,7 +39,7 @@ class Launcher:
         return self.config.launcher.redis_url or (self._redis.url if self._redis else "")
 
     async def start(self) -> None:
-        """Start everything in order; each process serves before the next starts. StartFailed names the one that did not."""
+        """Start everything in order, each once the one before serves. StartFailed names the one that did not."""
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         self._write("config.json", self.config.model_dump_json(indent=2))
         if not self.config.launcher.redis_url:
@@ -160,9 +160,10 @@ class Launcher:
 
     def _write_addresses(self) -> None:
         """Tell `paceline status` and its like where everything is."""
+        announced = {name: child.announced for name, child in self.children.items()}
         content = {
             "pid": os.getpid(), "started": time.time(), "redis_url": self.redis_url, "addresses": self.addresses,
-            "http": {name: c.announced["http_address"] for name, c in self.children.items() if "http_address" in c.announced},
+            "http": {name: item["http_address"] for name, item in announced.items() if "http_address" in item},
             "pids": {name: child.pid for name, child in self.children.items()},
         }  # fmt: skip
         self._write("launcher.json", json.dumps(content, indent=2))

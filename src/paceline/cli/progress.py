@@ -1,0 +1,107 @@
+"""The live view of a run in a terminal, or one line a step where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
+from paceline.cli.observe import RunView
+from paceline.cli.sparkline import sparkline
+from paceline.telemetry import names
+
+MESSAGES_SHOWN = 4
+
+
+class Progress:
+    """Shows a RunView. `message` adds a line of news; `update` redraws; `step` reports a new record."""
+
+    def __init__(self, console: Console, view: RunView, name: str, total: int, links: Callable[[], list[str]]) -> None:
+        self._console = console
+        self._view = view
+        self._name = name
+        self._total = total
+        self._links = links
+        self._began = time.monotonic()
+        self._messages: list[str] = []
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def message(self, text: str) -> None:
+        """Something happened: a start, a restart."""
+        if self._live is None:
+            self._console.print(text, highlight=False)
+        else:
+            self._messages = [*self._messages, text][-MESSAGES_SHOWN:]
+            self.update()
+
+    def step(self, record: pb.StepRecord) -> None:
+        """A record arrived."""
+        if self._live is None:
+            self._console.print(_line(record, self._total), highlight=False)
+
+    def update(self) -> None:
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def _render(self) -> RenderableType:
+        view, newest = self._view, self._view.newest()
+        step = newest.step if newest is not None else 0
+        head = Table.grid(padding=(0, 1))
+        elapsed = time.monotonic() - self._began
+        head.add_row(
+            Text(self._name, style="bold"),
+            ProgressBar(total=self._total, completed=step, width=30),
+            Text(f"step {step}/{self._total}"),
+            Text(f"{elapsed:.0f} s", style="dim"),
+        )
+        body = Table.grid(padding=(0, 2))
+        body.add_column(style="dim")
+        if newest is not None:
+            rewards = view.values(names.REWARD_MEAN)
+            body.add_row("reward", f"[green]{sparkline(rewards)}[/] {rewards[-1]:.3f}" if rewards else "none yet")
+            body.add_row("this step", _figures(newest))
+        for (name, at), record in sorted(view.evaluations.items())[-2:]:
+            body.add_row("evaluation", f"{name} at step {at}: {record.values.get(names.REWARD_MEAN, float('nan')):.3f}")
+        for member, part, cause, seconds in view.waits()[:4]:
+            body.add_row("waits", f"{member} {part}: {cause} [dim]({seconds:.0f} s)[/]")
+        for link in self._links():
+            body.add_row("", link)
+        for text in self._messages:
+            body.add_row("", f"[dim]{text}[/]")
+        return Group(head, body)
+
+
+def _figures(record: pb.StepRecord) -> str:
+    values = record.values
+    parts = []
+    for label, key, form in (
+        ("loss", names.LOSS, ".4f"), ("entropy", names.ENTROPY, ".3f"), ("grad", names.GRAD_NORM, ".2f"),
+        ("gap", names.LOGPROB_GAP_MEAN, ".4f"), ("stale", names.STALENESS_MAX, ".0f"),
+    ):  # fmt: skip
+        if key in values:
+            parts.append(f"{label} {values[key]:{form}}")
+    if names.SECONDS_STEP in values:
+        parts.append(f"{values[names.SECONDS_STEP]:.2f} s")
+    return "  ".join(parts)
+
+
+def _line(record: pb.StepRecord, total: int) -> str:
+    reward = record.values.get(names.REWARD_MEAN, float("nan"))
+    if record.kind == pb.RECORD_KIND_EVALUATION:
+        return f"step {record.step}/{total}  evaluation {record.name}: reward {reward:.3f}"
+    return f"step {record.step}/{total}  reward {reward:.3f}  {_figures(record)}  version {record.weight_version}"

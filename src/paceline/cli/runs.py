@@ -1,0 +1,122 @@
+"""Find a run by name, folder or run file, and reach its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import redis.asyncio
+
+from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as coordinator_grpc
+from paceline.config import ConfigError, RunFile, load_run_file
+from paceline.launcher.process import Child
+from paceline.launcher.redis_server import RedisServer
+from paceline.rpc.client import open_channel
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """A run that has a folder here."""
+
+    directory: Path
+    config: RunFile
+    live: dict[str, Any] | None
+    """launcher.json while the launcher of the run is alive, else None."""
+
+    @property
+    def run_id(self) -> str:
+        return self.config.run.name
+
+    def address(self, member: str) -> str:
+        """host:port of a member; ConfigError when the run is not up."""
+        if self.live is None:
+            raise ConfigError(
+                f"run {self.run_id!r} is not up; start it with `paceline up {self.directory / 'config.json'}`"
+            )
+        address = self.live["addresses"].get(member)
+        if not address:
+            known = ", ".join(self.live["addresses"])
+            raise ConfigError(f"run {self.run_id!r} has no {member!r}; it has {known}")
+        return address
+
+
+def add_run_argument(parser: Any) -> None:
+    parser.add_argument(
+        "run", nargs="?", default="", help="name of the run, its folder, or its run file; default: the latest"
+    )
+
+
+def find_run(text: str) -> KnownRun:
+    """The run that `text` means. ConfigError lists the runs there are."""
+    directory = _directory(text)
+    config_path = directory / "config.json"
+    if not config_path.exists():
+        known = sorted(path.parent.name for path in Path("runs").glob("*/config.json"))
+        raise ConfigError(
+            f"no run {text!r} here; there are: {', '.join(known) or 'none (start one with `paceline run FILE`)'}"
+        )
+    return KnownRun(directory, load_run_file(config_path), _live(directory))
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        found = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+        return found[-1].parent if found else Path("runs/none")
+    path = Path(text)
+    if path.suffix in (".toml", ".json") and path.is_file():
+        return load_run_file(path).directory
+    return path if (path / "config.json").exists() else Path("runs") / text
+
+
+def _live(directory: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads((directory / "launcher.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    try:
+        os.kill(content["pid"], 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return content
+    return content
+
+
+@asynccontextmanager
+async def coordinator_of(run: KnownRun) -> AsyncIterator[coordinator_grpc.CoordinatorServiceAsyncStub]:
+    """A stub of the run's coordinator."""
+    channel: grpc.aio.Channel = open_channel(run.address("coordinator-0"))
+    try:
+        yield coordinator_grpc.CoordinatorServiceStub(channel)  # type: ignore[misc]
+    finally:
+        await channel.close()
+
+
+@asynccontextmanager
+async def redis_of(run: KnownRun) -> AsyncIterator[redis.asyncio.Redis]:
+    """A client of the run's Redis. For a run that is down, its server is started on its file and stopped again."""
+    if run.live is not None:
+        url, child = run.live["redis_url"], None
+    elif run.config.launcher.redis_url:
+        url, child = run.config.launcher.redis_url, None
+    else:
+        folder = run.directory / "redis"
+        if not folder.exists():
+            raise ConfigError(f"run {run.run_id!r} has no data in {folder}")
+        server = RedisServer(folder)
+        child = Child(server.spec(), run.directory / "logs" / "redis.log")
+        await child.start(30.0)
+        url = server.url
+    client = redis.asyncio.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=5)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+        if child is not None:
+            await child.stop(10.0)

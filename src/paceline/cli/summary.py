@@ -1,0 +1,99 @@
+"""What a run came to: the table at its end, and runs/<name>/summary.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.observe import RunView
+from paceline.ledger import Account
+from paceline.telemetry import names
+
+FIRST_STEPS = 2
+LAST_STEPS = 4
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def summarize(view: RunView, account: Account, seconds: float) -> dict[str, Any]:
+    """The figures of a run. reward_first is the mean of the first two steps, reward_last of the last four."""
+    rewards = view.values(names.REWARD_MEAN)
+    generated, busy = 0.0, 0.0
+    for status in view.statuses.values():
+        if status is not None and status.service == "engine":
+            generated += status.gauges.get("generated_tokens_total", 0.0)
+            busy += status.gauges.get("busy_seconds_total", 0.0)
+    gaps = view.values(names.LOGPROB_GAP_MAX)
+    staleness = view.values(names.STALENESS_MAX)
+    return {
+        "reward_first": _mean(rewards[:FIRST_STEPS]),
+        "reward_last": _mean(rewards[-LAST_STEPS:]),
+        "seconds": seconds,
+        "steps": len(view.records),
+        "generated_tokens_per_second": generated / busy if busy else float("nan"),
+        "train_tokens_per_second": _mean(view.values(names.TRAIN_TOKENS_PER_SECOND)),
+        "logprob_gap_mean": _mean(view.values(names.LOGPROB_GAP_MEAN)),
+        "logprob_gap_max": max(gaps, default=float("nan")),
+        "sampler_kl": _mean(view.values(names.SAMPLER_KL)),
+        "staleness_max": int(max(staleness, default=0)),
+        "prompts_issued": account.issued,
+        "prompts_trained": account.trained,
+        "prompts_dropped": sum(account.dropped.values()),
+        "prompts_dead": account.dead,
+        "prompts_in_flight": account.in_flight,
+        "ledger_balanced": account.balanced,
+        "seconds_by_phase": {
+            phase: sum(view.values(key))
+            for phase, key in (
+                ("waiting for groups", names.SECONDS_WAIT_GROUPS),
+                ("forward and backward", names.SECONDS_FORWARD_BACKWARD),
+                ("optimizer", names.SECONDS_OPTIMIZER),
+                ("publication", names.SECONDS_PUBLISH),
+                ("checkpoints", names.SECONDS_CHECKPOINT),
+            )
+        },
+    }
+
+
+def write(summary: dict[str, Any], directory: Path) -> Path:
+    """Write summary.json, whole or not at all."""
+    path = directory / "summary.json"
+    temporary = directory / ".summary.json.tmp"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def show(console: Console, summary: dict[str, Any], view: RunView) -> None:
+    """Print the table."""
+    table = Table(title="Result", title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    first, last = summary["reward_first"], summary["reward_last"]
+    table.add_row("reward", f"{first:.2f} (first {FIRST_STEPS} steps) to [bold]{last:.2f}[/] (last {LAST_STEPS} steps)")
+    for (name, step), record in sorted(view.evaluations.items()):
+        table.add_row(f"evaluation {name}, step {step}", f"{record.values.get(names.REWARD_MEAN, float('nan')):.2f}")
+    table.add_row("steps", f"{summary['steps']} in {summary['seconds']:.0f} s")
+    table.add_row("generation", f"{summary['generated_tokens_per_second']:.0f} tokens/s of engine time")
+    table.add_row("training", f"{summary['train_tokens_per_second']:.0f} sampled tokens/s of trainer time")
+    phases = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["seconds_by_phase"].items())
+    table.add_row("trainer's time", phases)
+    gap = (
+        f"mean {summary['logprob_gap_mean']:.4f}, max {summary['logprob_gap_max']:.3f}, KL {summary['sampler_kl']:.5f}"
+    )
+    table.add_row("sampler to policy log-probabilities", gap)
+    table.add_row("largest staleness", str(summary["staleness_max"]))
+    balance = "balances" if summary["ledger_balanced"] else "[red]does not balance[/]"
+    table.add_row(
+        "ledger",
+        f"{balance}: {summary['prompts_issued']} issued = {summary['prompts_trained']} trained + "
+        f"{summary['prompts_dropped']} dropped + {summary['prompts_dead']} dead + "
+        f"{summary['prompts_in_flight']} in flight",
+    )
+    console.print(table)

@@ -1,0 +1,59 @@
+"""What can be checked before anything starts: plug-ins, their options, the model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.config.base import PluginTable
+from paceline.config.errors import ConfigError
+from paceline.config.run_file import RunFile, plugin_options
+from paceline.plugins import UnknownPlugin, registry
+
+
+def check(config: RunFile) -> None:
+    """ConfigError with one line a fault. Engine and trainer backends check their own options when they start."""
+    faults: list[str] = []
+    for kind, table, where in plugin_tables(config):
+        try:
+            _check_table(kind, table, where)
+        except ConfigError as error:
+            faults += str(error).splitlines()
+    folder = Path(config.model.path)
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).exists():
+            faults.append(
+                f"model.path = {config.model.path!r} has no {name}; it must be a Hugging Face model folder "
+                "(`make quickstart` fetches SmolLM2 into models/)"
+            )
+            break
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def plugin_tables(config: RunFile) -> list[tuple[str, PluginTable, str]]:
+    """Every plug-in table of a run file with its kind and its key."""
+    tables: list[tuple[str, PluginTable, str]] = [
+        ("source", config.data.source, "data.source"),
+        ("episode", config.rollout.episode, "rollout.episode"),
+        ("estimator", config.trainer.estimator, "trainer.estimator"),
+        ("loss", config.trainer.loss, "trainer.loss"),
+        ("policy", config.router.policy, "router.policy"),
+        ("transport", config.weights.transport, "weights.transport"),
+    ]
+    tables += [("filter", item, f"rollout.filters.{i}") for i, item in enumerate(config.rollout.filters)]
+    tables += [("grader", item, f"reward.graders.{i}") for i, item in enumerate(config.reward.graders)]
+    tables += [("source", item.source, f"evaluation.{i}.source") for i, item in enumerate(config.evaluation)]
+    return tables
+
+
+def _check_table(kind: str, table: PluginTable, where: str) -> None:
+    try:
+        plugin: Any = registry(kind).load(table.name)
+    except UnknownPlugin as error:
+        raise ConfigError(f"{where}.name: {error}") from error
+    options = getattr(plugin, "Options", None)
+    if options is not None:
+        plugin_options(table, options, where)
+    elif table.options():
+        raise ConfigError(f"{where}: {table.name!r} takes no options, but has {', '.join(table.options())}")
