@@ -150,7 +150,8 @@ def describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -
         elif item["type"] == "missing":
             lines.append(f"missing key {key!r}")
         elif item["type"] == "value_error":
-            lines.append(f"{key}: {item['ctx']['error']}" if key else str(item["ctx"]["error"]))
+            text = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {text}" if key else text)
         else:
             lines.append(f"{key} = {item['input']!r}: {item['msg']}")
     return lines
@@ -158,9 +159,13 @@ def describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -
 
 def _nearest(model: type[BaseModel], location: list[str]) -> str:
     names = _field_names(model, location[:-1])
-    close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]!r}?"
+    everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(model)}
+    close = difflib.get_close_matches(location[-1], list(everywhere), n=1, cutoff=0.75)
+    if close:
+        return f"; did you mean {everywhere[close[0]]!r}?"
     return f"; known here: {', '.join(sorted(names))}" if names else ""
 
 
@@ -176,6 +181,17 @@ def _field_names(model: Any, path: list[str]) -> list[str]:
         if model is None:
             return []
     return list(model.model_fields)
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key below a model."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(f"{prefix}{name}")
+        inner = _model_in(field.annotation)
+        if inner is not None:
+            keys += _all_keys(inner, f"{prefix}{name}.")
+    return keys
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
