@@ -54,11 +54,11 @@ def load_overridden(*overrides: str, text: str = MINIMAL, folder: Path | None = 
         return load_run_file(path, overrides)
 
 
-def test_every_field_is_documented_or_named_plainly_and_every_key_misspelt_is_refused() -> None:
+def test_every_key_misspelt_is_refused() -> None:
     """Mutation: append an x to every key of the schema; each must be an error that names the key."""
     for key in _all_keys(RunFile):
         table, _, leaf = key.rpartition(".")
-        if table in ("evaluation", "reward.graders", "rollout.filters") or _in_plugin_table(key):
+        if table.startswith(("evaluation", "reward.graders", "rollout.filters")) or _in_plugin_table(key):
             continue
         bad = f"{key}x" if table else f"{leaf}x"
         with pytest.raises(ConfigError, match="unknown key"):
