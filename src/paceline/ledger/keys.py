@@ -1,0 +1,41 @@
+"""Names of the Redis keys of a run: built here and nowhere else."""
+
+from __future__ import annotations
+
+from paceline.ids import check_name
+
+CONSUMER_GROUP = "trainer"
+"""Consumer group of the sample stream."""
+
+PARTS = (
+    "meta",  # hash: identity, size, cursor, counters
+    "live",  # hash: group id -> record, of groups that are in flight or trained
+    "settled",  # hash: the same of committed and dropped groups
+    "dead",  # hash: the same of dead groups
+    "waiting",  # zset: groups to issue, by their place in the data
+    "leases",  # zset: groups being generated, by the Unix time at which the lease ends
+    "versions",  # zset: buffered groups, by oldest weight version
+    "claims",  # hash: step -> the claim that it trains
+    "steps",  # hash: committed step -> its group ids
+    "samples",  # stream: payloads of buffered, claimed and trained groups
+    "doorbell",  # stream of one entry: rung by every change
+    "issues",  # hash: owner -> the last issue, so that a repeated call gets the same groups
+)
+"""Each part is one key. The order is that of KEYS in lua/prelude.lua."""
+
+
+def run_prefix(run_id: str) -> str:
+    """Prefix of every key of the run. The braces keep the keys of a run in one slot of a Redis cluster."""
+    return f"paceline:{{{check_name(run_id, 'run id')}}}:"
+
+
+def key(run_id: str, part: str) -> str:
+    """The key of one part of the run's ledger."""
+    if part not in PARTS:
+        raise ValueError(f"the ledger has no part {part!r}; parts are {', '.join(PARTS)}")
+    return f"{run_prefix(run_id)}ledger:{part}"
+
+
+def all_keys(run_id: str) -> list[str]:
+    """The keys of all parts, in the order that the scripts expect."""
+    return [key(run_id, part) for part in PARTS]

@@ -1,0 +1,3 @@
+-- ARGV: identity. Returns the meta hash, the live records, the dead records: what a checkpoint keeps.
+need_ledger()
+return {call('HGETALL', META), call('HGETALL', LIVE), call('HGETALL', DEAD)}

@@ -1,0 +1,156 @@
+"""The sample stream: finished groups on their way from rollout to the trainer, each delivered once and never evicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import redis.asyncio
+from google.protobuf.message import DecodeError
+
+from paceline.api.common.v1 import sample_pb2
+from paceline.ledger.scripts import ScriptRunner
+from paceline.rpc import errors
+from paceline.samples import InvalidSample, SampleGroup
+
+RETRY_DELAY = 0.5
+"""Seconds that a producer is told to wait when the buffer is full."""
+TOO_STALE = ("reissue", "drop")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The groups of one training step, in the order of their first claim.
+
+    `trainer_version` is that of the first claim; `refused` counts the groups refused as stale since the claim before.
+    """
+
+    step: int
+    groups: list[SampleGroup]
+    trainer_version: int
+    refused: int
+    replayed: bool
+
+
+@dataclass(frozen=True)
+class NotReady:
+    """Too few groups are buffered for a step; none was taken."""
+
+    have: int
+    want: int
+
+
+class SampleStream:
+    """The stream of one run. `capacity`: the most groups that wait in it; a producer that meets it must wait.
+
+    Every method is atomic and idempotent. All raise Unavailable when Redis cannot be reached, and FailedPrecondition
+    when the ledger is gone or was replaced.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, run_id: str, capacity: int) -> None:
+        if capacity < 1:
+            raise errors.InvalidArgument(f"stream capacity is {capacity}; it must be at least 1")
+        self._scripts = ScriptRunner(client, run_id)
+        self.run_id = run_id
+        self.capacity = capacity
+
+    async def attach(self) -> str:
+        """Accept the ledger that is there now, after it was restored, and return its id."""
+        return await self._scripts.attach()
+
+    async def put(self, group: SampleGroup) -> str:
+        """Hand a finished group over: "accepted", "duplicate", or "stale_attempt" when it was issued again since.
+
+        InvalidArgument for a group that does not hold together; ResourceExhausted with a retry delay when the buffer
+        is full (nothing is evicted: keep the group, renew its lease, and try again after a change).
+        """
+        if group.run_id != self.run_id:
+            raise errors.InvalidArgument(f"group {group.group_id} is of run {group.run_id!r}, not {self.run_id!r}")
+        try:
+            version = group.oldest_version
+            payload = group.to_wire().SerializeToString()
+        except InvalidSample as error:
+            raise errors.InvalidArgument(str(error)) from error
+        return await self.put_payload(group.group_id, group.attempt, version, group.traceparent, payload)
+
+    async def put_payload(
+        self, group_id: str, attempt: int, oldest_version: int, traceparent: str, payload: bytes
+    ) -> str:
+        """`put` for a group that is encoded already; `payload` is a checked SampleGroup message."""
+        outcome, buffered = await self._scripts.run(
+            "put", group_id, attempt, self.capacity, oldest_version, traceparent, payload
+        )
+        if outcome == b"full":
+            raise errors.ResourceExhausted(
+                f"sample stream of run {self.run_id} is full: {buffered} of {self.capacity} groups wait for the "
+                f"trainer; put group {group_id} again later",
+                RETRY_DELAY,
+            )
+        return outcome.decode()
+
+    async def claim(
+        self,
+        consumer: str,
+        step: int,
+        count: int,
+        trainer_version: int,
+        max_staleness: int | None,
+        too_stale: str = "reissue",
+        max_attempts: int | None = None,
+    ) -> Claim | NotReady:
+        """Take `count` groups for `step`, all or none, in the order in which they were put.
+
+        A step that was claimed before gets the same groups and the trainer version of then, whoever held them. Groups
+        with trainer_version - oldest_version > max_staleness (None: no bound) are refused first: issued again, or
+        dropped as "stale" by `too_stale`; one refused `max_attempts` times (None: no limit) is dropped. A refusal is
+        not a failed attempt. FailedPrecondition when max_staleness is 0 and a group is newer than the trainer, when
+        `count` exceeds the capacity, or when the step is at or before one that was claimed or committed.
+        """
+        if too_stale not in TOO_STALE:
+            raise errors.InvalidArgument(f"too_stale is {too_stale!r}; it must be one of {', '.join(TOO_STALE)}")
+        if step < 1 or count < 1:
+            raise errors.InvalidArgument(f"step {step} and count {count} must be at least 1")
+        if count > self.capacity:
+            raise errors.FailedPrecondition(
+                f"a step takes {count} groups, but the stream holds at most {self.capacity}: it could never fill; "
+                "raise rollout.buffer_groups"
+            )
+        reply = await self._scripts.run(
+            "claim", consumer, step, count, trainer_version, -1 if max_staleness is None else max_staleness, too_stale,
+            -1 if max_attempts is None else max_attempts,
+        )  # fmt: skip
+        if reply[0] == 0:
+            return NotReady(int(reply[1]), count)
+        _, version, refused, replayed, entries = reply
+        groups = [self._decode(entry_id, fields) for entry_id, fields in entries]
+        return Claim(step, groups, int(version), int(refused), bool(replayed))
+
+    async def mark_trained(self, step: int) -> None:
+        """The optimizer step on the groups of `step` is done. FailedPrecondition when the step was never claimed."""
+        await self._scripts.run("mark_trained", step)
+
+    async def commit(self, step: int) -> int:
+        """A durable checkpoint contains every step up to `step`: settle them and free their payloads.
+
+        Returns how many steps were settled by this call; 0 when it was done before. FailedPrecondition when a claimed
+        step among them is not trained.
+        """
+        return int(await self._scripts.run("commit", step))
+
+    async def rewind(self, step: int, reissue_committed: bool = False) -> list[int]:
+        """Follow a trainer that was loaded from the checkpoint of `step` (0: from the start).
+
+        Later trained steps are claimed again; returns the later steps with a recorded claim, which `claim` replays.
+        FailedPrecondition when later steps are committed, because their payloads are gone; with `reissue_committed`
+        (their checkpoint was lost) the prompts of all later steps are issued again instead.
+        """
+        return [int(item) for item in await self._scripts.run("rewind", step, int(reissue_committed))]
+
+    def _decode(self, entry_id: bytes, fields: list[bytes]) -> SampleGroup:
+        named = dict(zip(fields[::2], fields[1::2], strict=True))
+        try:
+            return SampleGroup.from_wire(sample_pb2.SampleGroup.FromString(named[b"payload"]))
+        except (InvalidSample, DecodeError) as error:
+            raise errors.DataLoss(
+                f"entry {entry_id.decode()} of the sample stream of run {self.run_id}, group "
+                f"{named[b'group_id'].decode()}, cannot be read: {error}"
+            ) from error
