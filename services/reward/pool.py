@@ -1,0 +1,226 @@
+"""Grader processes under limits: a slot each, a warm spare, and a bounded queue before them.
+
+Threads and coroutines cannot stop Python code that loops; a process can be killed. A timeout here costs its own sample,
+never the batch, and the spare takes over while a replacement starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config.services import RewardConfig
+from paceline.rpc import errors
+from paceline.rpc.status import StatusBoard
+from services.reward.loading import GraderRefused
+from services.reward.process import WorkerEnded, WorkerProcess
+
+log = logging.getLogger(__name__)
+
+LOAD_SECONDS = 60.0
+_BACKOFF_SECONDS = (0.1, 5.0)
+_STOPPING = "the reward service is stopping; try again"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A value, or the reason (a name of MissingReason) and detail of its absence, and how long it took."""
+
+    value: float | None = None
+    missing: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+
+
+class Pool:
+    """Runs tasks on `settings.workers` processes at once. `start` first; `run` replaces processes until cancelled."""
+
+    def __init__(self, settings: RewardConfig, board: StatusBoard) -> None:
+        self._settings = settings
+        self._board = board
+        self._activity = board.activity("pool")
+        self._slots = asyncio.Semaphore(settings.workers)
+        self._ready: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()
+        self._lost: asyncio.Queue[None] = asyncio.Queue()
+        self._workers: set[WorkerProcess] = set()
+        self._ending: set[WorkerProcess] = set()
+        self._graders: list[dict[str, Any]] = []
+        self._admitted = self._queued = self._busy = self._timeouts = self._restarts = 0
+        self._seconds_per_task = 0.05
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers, spare included."""
+        return sorted(worker.pid for worker in self._workers if worker.alive)
+
+    async def start(self, graders: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Start all workers and the spare with `graders` loaded; returns what `load` does. GraderRefused as there."""
+        self._graders = list(graders)
+        count = self._settings.workers + 1
+        results = await asyncio.gather(*(self._start_worker() for _ in range(count)), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                await self.close()
+                raise result
+        return await self.load(graders)
+
+    async def run(self) -> None:
+        """Start a process for each one that was lost."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._lost.get()
+                group.create_task(self._replace())
+
+    async def close(self) -> None:
+        """Kill every worker. Tasks in progress and in the queue end with Unavailable."""
+        self._closed = True
+        self._ready.put_nowait(None)
+        for worker in list(self._workers):
+            self._discard(worker)
+        await asyncio.gather(*(worker.ended() for worker in self._ending), return_exceptions=True)
+
+    @contextmanager
+    def admit(self, count: int) -> Iterator[None]:
+        """Take room in the queue for `count` tasks of one call. ResourceExhausted when it is full."""
+        room = self._settings.max_waiting + self._settings.workers
+        if count > room:
+            raise errors.InvalidArgument(
+                f"the request is {count} tasks (items times graders), the queue holds {room}; send fewer items or "
+                "raise reward.max_waiting"
+            )
+        if self._admitted + count > room:
+            wait = self._admitted * self._seconds_per_task / self._settings.workers
+            raise errors.ResourceExhausted(
+                f"the queue holds {self._admitted} of {room} tasks and {count} more do not fit; try again later, add "
+                "reward.workers or raise reward.max_waiting",
+                min(max(wait, 0.1), 5.0),
+            )
+        self._admitted += count
+        try:
+            yield
+        finally:
+            self._admitted -= count
+
+    async def load(self, graders: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Load graders in a worker and return {name, required_metadata} of each. GraderRefused says what is wrong."""
+        async with self._slots:
+            reply = await self._ask(await self._take(), {"do": "load", "graders": graders}, LOAD_SECONDS)
+        if "refused" in reply:
+            raise GraderRefused(reply["refused"])
+        self._graders += [grader for grader in graders if grader not in self._graders]
+        return reply["loaded"]
+
+    async def grade(self, grader: dict[str, Any], item: dict[str, Any], limit: float) -> Outcome:
+        """Grade one item by one grader within `limit` seconds. Never raises for what the grader does."""
+        self._queued += 1
+        self._show()
+        try:
+            await self._slots.acquire()
+        finally:
+            self._queued -= 1
+        try:
+            worker = await self._take()
+            return await self._grade(worker, {"do": "grade", "grader": grader, "item": item, "limit": limit})
+        finally:
+            self._slots.release()
+
+    async def _grade(self, worker: WorkerProcess, message: dict[str, Any]) -> Outcome:
+        began = time.monotonic()
+        limit = message["limit"]
+        self._busy += 1
+        self._show()
+        try:
+            reply = await self._ask(worker, message, limit)
+            outcome = Outcome(
+                reply.get("value"), reply.get("missing", ""), reply.get("detail", ""), reply.get("seconds", 0.0)
+            )
+        except TimeoutError:
+            self._timeouts += 1
+            outcome = Outcome(missing="TIMEOUT", detail=f"ran past {limit} s", seconds=time.monotonic() - began)
+        except WorkerEnded as error:
+            outcome = Outcome(missing="GRADER_ERROR", detail=str(error), seconds=time.monotonic() - began)
+        finally:
+            self._busy -= 1
+            self._show()
+        self._seconds_per_task += 0.1 * (time.monotonic() - began - self._seconds_per_task)
+        return outcome
+
+    async def _take(self) -> WorkerProcess:
+        """A live worker; waits for one to start when all are gone."""
+        while True:
+            if self._ready.empty():
+                with self._activity.waiting("a grader process to start"):
+                    worker = await self._ready.get()
+            else:
+                worker = self._ready.get_nowait()
+            if worker is None or self._closed:
+                self._ready.put_nowait(None)
+                raise errors.Unavailable(_STOPPING, 0.5)
+            if worker.alive:
+                return worker
+            self._lose(worker)
+
+    async def _ask(self, worker: WorkerProcess, message: dict[str, Any], limit: float) -> dict[str, Any]:
+        """One call; then the worker is ready again, or killed when it failed, was cancelled or is worn out."""
+        reply: dict[str, Any] = {"retire": True}
+        try:
+            reply = await worker.call(message, limit)
+            return reply
+        except WorkerEnded:
+            if self._closed:
+                raise errors.Unavailable(_STOPPING, 0.5) from None
+            raise
+        finally:
+            if reply.get("retire"):
+                self._lose(worker)
+            else:
+                self._ready.put_nowait(worker)
+
+    def _lose(self, worker: WorkerProcess) -> None:
+        self._discard(worker)
+        if not self._closed:
+            self._restarts += 1
+            self._lost.put_nowait(None)
+
+    def _discard(self, worker: WorkerProcess) -> None:
+        worker.kill()
+        self._workers.discard(worker)
+        self._ending.add(worker)
+        worker.on_end(lambda: self._ending.discard(worker))
+
+    async def _start_worker(self) -> None:
+        """One more ready worker. TimeoutError, WorkerEnded or GraderRefused when it cannot load the graders."""
+        worker = await WorkerProcess.start(self._settings.memory_mb)
+        self._workers.add(worker)
+        try:
+            reply = await worker.call({"do": "load", "graders": self._graders}, LOAD_SECONDS)
+            if "refused" in reply:
+                raise GraderRefused(reply["refused"])
+        except BaseException:
+            self._discard(worker)
+            raise
+        self._ready.put_nowait(worker)
+        self._show()
+
+    async def _replace(self) -> None:
+        delay, longest = _BACKOFF_SECONDS
+        while not self._closed:
+            try:
+                return await self._start_worker()
+            except (TimeoutError, WorkerEnded, GraderRefused, OSError) as error:
+                log.error("a grader process did not start: %s", error or "it took too long")
+                with self._board.activity("pool restart").waiting(f"a grader process that starts: {error}", delay):
+                    await asyncio.sleep(delay)
+                delay = min(delay * 2, longest)
+
+    def _show(self) -> None:
+        self._board.gauges.update(
+            busy=self._busy, queued=self._queued, timeouts=self._timeouts, restarts=self._restarts
+        )
+        self._board.facts["worker_pids"] = " ".join(map(str, self.pids))
