@@ -1,4 +1,4 @@
-"""Tracing: set up once a process; carry a trace through gRPC metadata and through anything that can hold a traceparent."""
+"""Tracing: set up once a process; a trace goes through gRPC metadata and anything that holds a traceparent."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _QUIET_METHODS = (
     "/GetLoad",
     "/ListMembers",
     "Reflection/",
+    "TraceService/",
 )
 _state: dict[str, Any] = {"enabled": False}
 
