@@ -63,7 +63,11 @@ class _RequireDeadline(grpc.aio.UnaryUnaryClientInterceptor, grpc.aio.UnaryStrea
         return await continuation(details, request)
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port`. Close it with `await channel.close()`. Calls without timeout= raise MissingDeadline."""
+def open_channel(address: str, retries: bool = True) -> grpc.aio.Channel:
+    """A channel to `host:port`. Close it with `await channel.close()`. Calls without timeout= raise MissingDeadline.
+
+    `retries=False` reports UNAVAILABLE at once, for a caller that has another server to ask.
+    """
     interceptors = [_RequireDeadline(), *tracing.client_interceptors()]
-    return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+    options = _OPTIONS if retries else [*_OPTIONS, ("grpc.enable_retries", 0)]
+    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
