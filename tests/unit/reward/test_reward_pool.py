@@ -7,11 +7,11 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from paceline.config.services import RewardConfig
 from paceline.rpc import errors
@@ -19,6 +19,8 @@ from paceline.rpc.status import StatusBoard
 from services.reward.catalog import GraderRequest
 from services.reward.loading import GraderRefused
 from services.reward.pool import Outcome, Pool
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 REWARDS = """
 import asyncio, ctypes, os, subprocess, sys, time
@@ -70,20 +72,31 @@ def item(act: str = "", response: str = "abc") -> dict:
     return {"response": response, "prompt": "", "metadata": {"act": act}}
 
 
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is watched is another process
+            await asyncio.sleep(0.01)
+
+
+board = StatusBoard("reward", "reward-0", "i", "r")
 FRAGILE = task("rewards_under_test:fragile")
 
 
-@pytest.fixture
-async def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pool]:
-    (tmp_path / "rewards_under_test.py").write_text(REWARDS)
-    monkeypatch.chdir(tmp_path)
-    made = Pool(RewardConfig(workers=1, memory_mb=256, max_waiting=8), StatusBoard("reward", "reward-0", "i", "r"))
-    await made.start([FRAGILE])
-    running = asyncio.create_task(made.run())
-    yield made
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await made.close()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "rewards_under_test.py").write_text(REWARDS)
+    (folder / "broken_rewards.py").write_text("x = 1 / 0\n")
+    (folder / "asking_rewards.py").write_text("def f(answer): return 1\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        made = Pool(RewardConfig(workers=1, memory_mb=256, max_waiting=8), board)
+        await made.start([FRAGILE])
+        running = asyncio.create_task(made.run())
+        yield made
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await made.close()
 
 
 async def grade(pool: Pool, act: str = "", limit: float = 20.0) -> Outcome:
@@ -118,13 +131,14 @@ async def test_a_spinning_sample_costs_itself_and_its_process_only(pool: Pool) -
 
 async def test_a_kill_reaches_what_the_function_started(pool: Pool) -> None:
     workers = [psutil.Process(pid) for pid in pool.pids]
-    running = asyncio.create_task(grade(pool, "block", 1.0))
+    running = asyncio.create_task(grade(pool, "block", 2.0))
     children: list[psutil.Process] = []
-    async with asyncio.timeout(20):
-        while not children and not running.done():
-            children = [child for worker in workers if worker.is_running() for child in worker.children()]
-            await asyncio.sleep(0.01)
-    assert children
+
+    def started() -> bool:
+        children.extend(child for worker in workers if worker.is_running() for child in worker.children())
+        return bool(children)
+
+    await until(started)
     assert (await running).missing == "TIMEOUT"
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
@@ -170,7 +184,7 @@ async def test_a_full_queue_refuses_with_a_retry_delay(pool: Pool) -> None:
             with pool.admit(1):
                 pass
     assert full.value.retry_delay is not None and full.value.retry_delay > 0
-    with pytest.raises(errors.InvalidArgument, match="reward.max_waiting"):
+    with pytest.raises(errors.InvalidArgument, match="raise reward"):
         with pool.admit(10):
             pass
     with pool.admit(9):
@@ -180,9 +194,7 @@ async def test_a_full_queue_refuses_with_a_retry_delay(pool: Pool) -> None:
 async def test_a_cancelled_call_frees_its_slot(pool: Pool) -> None:
     running = asyncio.create_task(grade(pool, "spin", 600.0))
     waiting = asyncio.create_task(grade(pool, "spin", 600.0))
-    async with asyncio.timeout(20):
-        while not pool._busy:
-            await asyncio.sleep(0.01)
+    await until(lambda: board.gauges["busy"] == 1 and board.gauges["queued"] == 1)
     waiting.cancel()
     running.cancel()
     await asyncio.gather(running, waiting, return_exceptions=True)
@@ -198,16 +210,18 @@ async def test_a_worker_killed_while_idle_is_replaced(pool: Pool) -> None:
 
 
 async def test_a_closed_pool_leaves_no_process_and_refuses(pool: Pool) -> None:
-    pids = pool.pids
-    running = asyncio.create_task(grade(pool, "spin", 600.0))
-    queued = asyncio.create_task(grade(pool))
-    async with asyncio.timeout(20):
-        while not pool._busy:
-            await asyncio.sleep(0.01)
-    await pool.close()
+    closing_board = StatusBoard("reward", "reward-0", "i", "r")
+    closing = Pool(RewardConfig(workers=1, memory_mb=256), closing_board)
+    await closing.start([FRAGILE])
+    pids = closing.pids
+    running = asyncio.create_task(grade(closing, "spin", 600.0))
+    queued = asyncio.create_task(grade(closing))
+    await until(lambda: closing_board.gauges["busy"] == 1)
+    await closing.close()
     for call in (running, queued):
         with pytest.raises(errors.Unavailable, match="stopping"):
             await call
+    assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -226,8 +240,6 @@ async def test_a_closed_pool_leaves_no_process_and_refuses(pool: Pool) -> None:
     ],
 )
 async def test_a_grader_that_cannot_be_made_says_why(pool: Pool, name: str, options: dict, message: str) -> None:
-    Path("broken_rewards.py").write_text("x = 1 / 0\n")
-    Path("asking_rewards.py").write_text("def f(answer): return 1\n")
     with pytest.raises(GraderRefused, match=message):
         await pool.load([GraderRequest(name, options, 1.0, "graders[0]").task()])
     assert math.isfinite((await grade(pool)).value or math.nan)
