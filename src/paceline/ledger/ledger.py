@@ -1,4 +1,4 @@
-"""The ledger of a run: which prompt was issued to whom, and what became of it, so that none is lost or trained twice."""
+"""The ledger of a run: who was issued which prompt, and what became of it, so that none is lost or trained twice."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ class Ledger:
         return _text(await self._scripts.run("drop", group_id, attempt, reason))
 
     async def fail(self, group_id: str, attempt: int, error: str, max_attempts: int) -> str:
-        """An attempt failed: "reissued", or "dead" after `max_attempts` failures; "stale_attempt" changes nothing."""
+        """An attempt failed: "reissued", or "dead" after `max_attempts` failures; "stale_attempt" changes nothing.
+
+        `max_attempts` 0 is for a failure that does not speak against the prompt (a service was away): it is not counted.
+        """
         return _text(await self._scripts.run("fail", group_id, attempt, error[:_DETAIL_LENGTH], max_attempts))
 
     async def account(self, recount: bool = False) -> Account:

@@ -62,6 +62,14 @@ SECONDS_CHECKPOINT = "seconds_checkpoint"
 """Checkpoint. Unit: s."""
 TRAIN_TOKENS_PER_SECOND = "train_tokens_per_second"
 """Sampled tokens over the time of forward, backward and optimizer. Unit: {token}/s."""
+PASS_AT_1 = "pass_at_1"
+"""Share of an evaluation's graded samples that got full marks, mean over prompts. Unit: 1."""
+PASS_AT_K = "pass_at_k"
+"""Share of an evaluation's prompts of whose samples at least one got full marks. Unit: 1."""
+EVALUATION_PROMPTS = "evaluation_prompts"
+"""Prompts of the evaluation. Unit: {prompt}."""
+SECONDS_EVALUATION = "seconds_evaluation"
+"""Wall time of the evaluation. Unit: s."""
 
 SPAN_ROLLOUT_GROUP = "rollout.group"
 """Root of a group's trace: from issue to put."""
@@ -143,6 +151,10 @@ UNITS = {
     "seconds_publish": "s",
     "seconds_checkpoint": "s",
     "train_tokens_per_second": "{token}/s",
+    "pass_at_1": "1",
+    "pass_at_k": "1",
+    "evaluation_prompts": "{prompt}",
+    "seconds_evaluation": "s",
 }
 """Unit of every step value."""
 
@@ -178,5 +190,9 @@ BRIEFS = {
     "seconds_publish": "Publication of the weights until they are visible.",
     "seconds_checkpoint": "Checkpoint.",
     "train_tokens_per_second": "Sampled tokens over the time of forward, backward and optimizer.",
+    "pass_at_1": "Share of an evaluation's graded samples that got full marks, mean over prompts.",
+    "pass_at_k": "Share of an evaluation's prompts of whose samples at least one got full marks.",
+    "evaluation_prompts": "Prompts of the evaluation.",
+    "seconds_evaluation": "Wall time of the evaluation.",
 }
 """One sentence on every step value."""

@@ -1,4 +1,4 @@
--- ARGV: identity, group id, attempt, error, max_attempts.
+-- ARGV: identity, group id, attempt, error, max_attempts (0: not the prompt's fault, so not counted).
 need_ledger()
 local group = load(ARGV[2])
 if not group or group.attempt ~= tonumber(ARGV[3]) then
@@ -9,10 +9,13 @@ if group.state == 'dead' then
 elseif group.state ~= 'generating' then
   return 'stale_attempt'
 end
-group.failures = group.failures + 1
-if group.failures >= tonumber(ARGV[5]) then
-  move(group, 'dead', ARGV[4])
-  return 'dead'
+local most = tonumber(ARGV[5])
+if most > 0 then
+  group.failures = group.failures + 1
+  if group.failures >= most then
+    move(group, 'dead', ARGV[4])
+    return 'dead'
+  end
 end
 move(group, 'waiting', 'failed: ' .. ARGV[4])
 return 'reissued'

@@ -1,0 +1,156 @@
+"""One request to the router and the sequences that come back, checked and joined: the only parser of engine output."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import grpc.aio
+import numpy as np
+
+from paceline import arrays
+from paceline.api.common.v1 import generation_pb2 as pb
+from paceline.api.router.v1 import router_service_pb2 as router_pb
+from paceline.api.router.v1 import router_service_pb2_grpc as router_grpc
+from paceline.config.data import SamplingConfig
+from paceline.rpc import errors
+
+ABORT_SECONDS = 5.0
+
+
+@dataclass
+class Sequence:
+    """What was sampled under one seed."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(weight_version, num_tokens), neighbours of one version merged."""
+    reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
+    """Why it ended; UNSPECIFIED while it has not."""
+    engine_id: str = ""
+    num_cached_tokens: int = 0
+    fault: str = ""
+    """Why it cannot be used; empty when it can."""
+
+
+def sampling_params(config: SamplingConfig) -> pb.SamplingParams:
+    """The wire form of a run file's sampling table."""
+    return pb.SamplingParams(
+        temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, max_new_tokens=config.max_new_tokens,
+        stop=config.stop, stop_token_ids=config.stop_token_ids,
+    )  # fmt: skip
+
+
+class GenerationClient:
+    """Asks the router for samples."""
+
+    def __init__(self, stub: router_grpc.RouterServiceAsyncStub, run_id: str) -> None:
+        self._stub = stub
+        self._run_id = run_id
+
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: SamplingConfig, seeds: list[int], gate: pb.VersionGate,
+        session_id: str, timeout: float,
+    ) -> list[Sequence]:  # fmt: skip
+        """One sequence for each seed, in their order. PacelineError of the router as it is; DeadlineExceeded after
+        `timeout` seconds. A sequence whose output does not hold together has a `fault`; its siblings stand."""
+        request = pb.GenerationInput(
+            request_id=request_id, run_id=self._run_id,
+            prompt_token_ids=arrays.to_wire(np.asarray(prompt_ids, dtype=np.int32)),
+            sampling=sampling_params(sampling), seeds=seeds, gate=gate, session_id=session_id, stream=False,
+        )  # fmt: skip
+        sequences = [Sequence() for _ in seeds]
+        try:
+            async for response in self._stub.Generate(router_pb.GenerateRequest(input=request), timeout=timeout):
+                output = response.output
+                if not 0 <= output.index < len(sequences):
+                    raise errors.PacelineError(f"request {request_id}: sample {output.index} of {len(seeds)} came back")
+                add_output(sequences[output.index], output)
+        except grpc.aio.AioRpcError as error:
+            raise errors.from_rpc(error) from error
+        for sequence in sequences:
+            if not sequence.fault and sequence.reason == pb.FINISH_REASON_UNSPECIFIED:
+                sequence.fault = "the stream ended before the sample did"
+        return sequences
+
+    async def abort(self, request_id: str) -> None:
+        """End a request that an earlier caller of the same id left behind."""
+        try:
+            await self._stub.Abort(router_pb.AbortRequest(request_ids=[request_id]), timeout=ABORT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise errors.from_rpc(error) from error
+
+    async def could_serve(self, gate: pb.VersionGate) -> bool:
+        """Whether an engine can take a request with this gate now. False also when the router does not answer."""
+        try:
+            response = await self._stub.ListEngines(router_pb.ListEnginesRequest(), timeout=ABORT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return False
+        return any(not engine.excluded_reason and _meets(engine.weight_version, gate) for engine in response.engines)
+
+
+def _meets(weight_version: int, gate: pb.VersionGate) -> bool:
+    kind = gate.WhichOneof("gate")
+    if kind == "exact_version":
+        return weight_version == gate.exact_version
+    return kind is None or weight_version >= gate.min_version
+
+
+def add_output(sequence: Sequence, output: pb.GenerationOutput) -> None:
+    """Append what one message brought; what does not hold together becomes the sequence's fault."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    try:
+        if output.HasField("token_ids"):
+            tokens = arrays.from_wire(output.token_ids, "token_ids", "int32").tolist()
+            logprobs = arrays.from_wire(
+                output.sampler_logprobs, "sampler_logprobs", "float32", length=len(tokens)
+            ).tolist()
+    except ValueError as error:
+        sequence.fault = str(error)
+        return
+    covered = sum(span.num_tokens for span in output.version_spans)
+    if covered != len(tokens):
+        sequence.fault = f"version spans cover {covered} of {len(tokens)} tokens"
+        return
+    sequence.token_ids += tokens
+    sequence.logprobs += logprobs
+    for span in output.version_spans:
+        _add_span(sequence.spans, span.weight_version, span.num_tokens)
+    sequence.engine_id = output.engine_id or sequence.engine_id
+    if output.HasField("finish"):
+        sequence.reason = output.finish.reason
+        sequence.num_cached_tokens = output.finish.num_cached_tokens
+        _check(sequence)
+
+
+def _add_span(spans: list[tuple[int, int]], version: int, count: int) -> None:
+    if not count:
+        return
+    if spans and spans[-1][0] == version:
+        spans[-1] = (version, spans[-1][1] + count)
+    else:
+        spans.append((version, count))
+
+
+def _check(sequence: Sequence) -> None:
+    if not np.isfinite(np.asarray(sequence.logprobs)).all():
+        sequence.fault = "a sampler log-probability is not finite"
+    elif any(version < 1 for version, _ in sequence.spans):
+        sequence.fault = f"weight versions {sequence.spans} hold one below 1"
+    elif sequence.token_ids and min(sequence.token_ids) < 0:
+        sequence.fault = f"token id {min(sequence.token_ids)} is negative"
+
+
+class Deadline:
+    """The time that one attempt has; every call inside it gets what is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = asyncio.get_running_loop().time() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end, never below zero."""
+        return max(0.0, self._end - asyncio.get_running_loop().time())

@@ -1,0 +1,150 @@
+"""Puts the rollout service together from a run file and its collaborators."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.api.coordinator.v1 import coordinator_service_pb2 as coordinator_pb
+from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as coordinator_grpc
+from paceline.api.reward.v1 import reward_service_pb2_grpc as reward_grpc
+from paceline.api.router.v1 import router_service_pb2_grpc as router_grpc
+from paceline.api.weights.v1.weights_pb2 import WeightVersion
+from paceline.config import ConfigError, PluginTable, RunFile, plugin_options
+from paceline.ledger import Ledger
+from paceline.plugins import UnknownPlugin, registry
+from paceline.rpc.status import StatusBoard
+from paceline.stream import SampleStream
+from paceline.tokenizer import Tokenizer
+from services.rollout.attempt import Attempts
+from services.rollout.bell import Bell, Hold
+from services.rollout.board import GroupBoard
+from services.rollout.datasets import Dataset, check_enough, open_source
+from services.rollout.episodes.base import Episode, EpisodeContext
+from services.rollout.evaluation import Evaluation, Evaluator
+from services.rollout.evaluation_store import EvaluationStore
+from services.rollout.filters.base import Filter
+from services.rollout.generation import GenerationClient
+from services.rollout.grading import GradingClient
+from services.rollout.patience import until_available
+from services.rollout.producer import Producer
+from services.rollout.production import Production
+from services.rollout.server import RolloutServer
+from services.rollout.versions import NewestVersion
+
+log = logging.getLogger(__name__)
+
+FINISH_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Collaborators:
+    """What the service talks to."""
+
+    redis: Any
+    router: router_grpc.RouterServiceAsyncStub
+    reward: reward_grpc.RewardServiceAsyncStub
+    coordinator: coordinator_grpc.CoordinatorServiceAsyncStub
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read from files before anything is produced."""
+
+    tokenizer: Tokenizer
+    dataset: Dataset
+    evaluations: list[Evaluation]
+
+    @classmethod
+    def load(cls, config: RunFile) -> Data:
+        """Read tokenizer and sources. ConfigError for whatever is missing or too little, before the run starts."""
+        tokenizer = Tokenizer.load(config.model.path)
+        if config.data.chat_template and not tokenizer.has_chat_template:
+            raise ConfigError(
+                f"data.chat_template = true, but the model in {config.model.path} has no chat template; "
+                "set it to false, or use a model with one"
+            )
+        source = open_source(config.data.source, "data.source", config.data.max_malformed)
+        if source.malformed:
+            log.warning("%d malformed records were skipped (data.max_malformed)", source.malformed)
+        check_enough(len(source), config.data.epochs, config.run.steps, config.rollout.groups_per_step)
+        evaluations = [
+            Evaluation(item, open_source(item.source, f"evaluation.{number}.source", config.data.max_malformed))
+            for number, item in enumerate(config.evaluation)
+        ]
+        return cls(tokenizer, Dataset(source, config.data, config.run.seed), evaluations)
+
+
+class RolloutService:
+    """The whole service without its process: production, evaluation and the gRPC servicer."""
+
+    def __init__(self, config: RunFile, owner: str, data: Data, others: Collaborators, status: StatusBoard) -> None:
+        self._config = config
+        self._data = data
+        self._status = status
+        self._coordinator = others.coordinator
+        run_id = config.run.name
+        self._bell = Bell()
+        hold = Hold(self._bell)
+        self._ledger = Ledger(others.redis, run_id)
+        stream = SampleStream(others.redis, run_id, config.rollout.buffer_groups)
+        generation = GenerationClient(others.router, run_id)
+        context = EpisodeContext(config, data.tokenizer, generation)
+        episode: Episode = _plugin("episode", config.rollout.episode, "rollout.episode", context)
+        filters: list[Filter] = [
+            _plugin("filter", table, f"rollout.filters.{number}") for number, table in enumerate(config.rollout.filters)
+        ]
+        producer = Producer(episode, generation, GradingClient(others.reward, run_id, config.reward.graders))
+        board = GroupBoard(status.activity("groups"))
+        self.versions = NewestVersion(self._bell, status)
+        store = EvaluationStore(others.redis, run_id)
+        self.evaluator = Evaluator(config, data.evaluations, producer, store, others.coordinator, status, self.versions)
+        attempts = Attempts(config, data.dataset, producer, filters, board)
+        self.production = Production(
+            config, owner, self._ledger, stream, attempts, board, status, self.versions, self._bell, hold,
+            before_issue=self.evaluator.run_due, starved=self._end_run,
+        )  # fmt: skip
+        self.servicer = RolloutServer(self.production, self.evaluator, store, hold)
+
+    async def run(self, versions: AsyncIterator[WeightVersion]) -> None:
+        """Produce for ever, following the weight versions of a watch."""
+        activity = self._status.activity("production")
+        size, epochs = len(self._data.dataset), self._data.dataset.epochs
+        await until_available(lambda: self._ledger.initialise(size, epochs), "Redis", activity.waiting)
+        self._status.facts["data"] = f"{size} prompts x {epochs} epochs"
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.versions.follow(versions), name="versions")
+            tasks.create_task(self.production.run(), name="production")
+
+    async def close(self) -> None:
+        """Orderly end."""
+        await self.servicer.close()
+        await self.production.give_back()
+
+    async def _end_run(self, cause: str) -> None:
+        """The data is used up before the run is done: say so and end the run, because waiting would last for ever."""
+        reason = (
+            f"rollout needs {cause}; what was dropped or dead is missing (paceline audit {self._config.run.name} shows "
+            "it): raise data.epochs, lower run.steps, or loosen rollout.filters"
+        )
+        log.error("the run cannot go on: %s", reason)
+        request = coordinator_pb.FinishRunRequest(
+            request_id=f"starved/{self._status.incarnation}", run_id=self._config.run.name,
+            state=coordinator_pb.RUN_STATE_FAILED, reason=reason,
+        )  # fmt: skip
+        await until_available(
+            lambda: self._coordinator.FinishRun(request, timeout=FINISH_SECONDS),
+            "the coordinator", self._status.activity("production").waiting,
+        )  # fmt: skip
+
+
+def _plugin(kind: str, table: PluginTable, where: str, *arguments: Any) -> Any:
+    """Make the plug-in that a table of the run file names; ConfigError when there is none or its options are wrong."""
+    try:
+        plugin = registry(kind).load(table.name)
+    except UnknownPlugin as error:
+        raise ConfigError(f"{where}.name: {error}") from error
+    return plugin(plugin_options(table, plugin.Options, where), *arguments)

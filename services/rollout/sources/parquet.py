@@ -1,0 +1,56 @@
+"""Prompts from a Parquet file, one row a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.config import ConfigError
+from paceline.plugins import registry
+from paceline.tokenizer import require
+from services.rollout.sources._records import RecordOptions, to_prompt
+from services.rollout.sources.base import Malformed, MalformedRecords, Prompt
+
+
+@registry("source").register("parquet")
+class Parquet:
+    """`{name = "parquet", path = "train.parquet", stop = 1000}`. Rows stay in Arrow's columns until asked for."""
+
+    class Options(RecordOptions):
+        """Options of the parquet source."""
+
+    def __init__(self, options: Options, max_malformed: int = 0) -> None:
+        self._options = options
+        self._path = options.open_path()
+        arrow = require("pyarrow")
+        try:
+            self._table: Any = require("pyarrow.parquet").read_table(self._path)
+        except arrow.ArrowInvalid as error:
+            raise ConfigError(f"data file {self._path} is not a Parquet file: {error}") from error
+        for field in filter(None, (options.prompt_field, options.id_field)):
+            if field not in self._table.column_names:
+                raise ConfigError(
+                    f"data file {self._path} has no column {field!r}; its columns are {self._table.column_names}"
+                )
+        faults = MalformedRecords(max_malformed)
+        usable = [row for row in range(self._table.num_rows) if self._usable(row, faults)]
+        faults.check()
+        self.malformed = faults.count
+        self._chosen = usable[options.start : options.stop]
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompt(self._chosen[index])
+
+    def _usable(self, row: int, faults: MalformedRecords) -> bool:
+        try:
+            self._prompt(row)
+        except Malformed as fault:
+            faults.add(f"{self._path}: row {row}", fault)
+            return False
+        return True
+
+    def _prompt(self, row: int) -> Prompt:
+        record = {name: self._table.column(name)[row].as_py() for name in self._table.column_names}
+        return to_prompt(record, self._options, f"{self._path.name}:{row}")
