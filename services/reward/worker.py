@@ -6,7 +6,6 @@ import argparse
 import math
 import numbers
 import os
-import sys
 import time
 from typing import Any, BinaryIO
 
@@ -101,8 +100,6 @@ def main() -> None:
     arguments = parser.parse_args()
     limits.die_with_parent(arguments.parent)
     tasks, replies = _take_pipes()
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     worker = Worker(arguments.memory_mb << 20)
     pid = os.getpid()
     while (message := frames.read(tasks)) is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import pkgutil
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
@@ -80,6 +82,9 @@ class Registry:
 
 def _load_path(path: str, kind: str) -> Any:
     module_name, _, attribute = path.partition(":")
+    if os.getcwd() not in sys.path:
+        # `python -m` has it there, a console script such as `paceline` has not; a path must mean one thing to both.
+        sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
