@@ -88,7 +88,7 @@ class Ledger:
     async def fail(self, group_id: str, attempt: int, error: str, max_attempts: int) -> str:
         """An attempt failed: "reissued", or "dead" after `max_attempts` failures; "stale_attempt" changes nothing.
 
-        `max_attempts` 0 is for a failure that does not speak against the prompt (a service was away): it is not counted.
+        `max_attempts` 0: the failure does not speak against the prompt (a service was away) and is not counted.
         """
         return _text(await self._scripts.run("fail", group_id, attempt, error[:_DETAIL_LENGTH], max_attempts))
 
