@@ -1,0 +1,249 @@
+// Curves by step over uPlot: one card a chart, a legend that follows the cursor, one cursor for all.
+
+import { element, number, setText } from "./format.js";
+
+const ALL = [];
+const MANY_BARS = 160;
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+function faded(hex, share) {
+  const alpha = Math.round(share * 255).toString(16).padStart(2, "0");
+  return hex + alpha;
+}
+
+export class Chart {
+  // series: [{key, label, colour, format?, points?, band?: [lowKey, highKey], dash?, alarm?}]
+  constructor(parent, { title, note, series, height = 150, stacked = false, log = false, unit = "", empty }) {
+    Object.assign(this, { title, series, height, stacked, log, unit, empty });
+    this.data = null;
+    this.zoomed = false;
+    this.plot = null;
+    this.values = series.map(() => element("b", { class: "value" }, "–"));
+    this.at = element("span", { class: "at" });
+    this.said = element("span", { class: "unseen", role: "status" });
+    this.body = element("div", { class: "plot" });
+    this.figure = element(
+      "figure",
+      { class: "card chart", tabindex: "0", role: "group", "aria-label": title, data: { points: "0" } },
+      element(
+        "figcaption",
+        { class: "head" },
+        element("h2", {}, title),
+        this.at,
+        note ? element("p", { class: "note" }, note) : null,
+      ),
+      element(
+        "ul",
+        { class: "legend" },
+        series.map((item, index) =>
+          element(
+            "li",
+            {},
+            element("i", { class: item.points ? "dot" : "stroke", style: { "--c": `var(--${item.colour})` } }),
+            item.label,
+            " ",
+            this.values[index],
+          ),
+        ),
+      ),
+      this.body,
+      this.said,
+    );
+    this.figure.addEventListener("keydown", (event) => this.key(event));
+    parent.append(this.figure);
+    new ResizeObserver(() => this.resize()).observe(this.body);
+    ALL.push(this);
+  }
+
+  // columns: {x: [...], [key]: [...]}
+  update(columns) {
+    this.columns = columns;
+    const count = columns.x.length;
+    this.figure.dataset.points = String(count);
+    const has = this.series.some((item) => columns[item.key]?.some((value) => value !== null));
+    this.figure.classList.toggle("nothing", !has);
+    this.body.dataset.empty = has ? "" : this.empty || "not measured in this run";
+    this.data = this.table(columns);
+    if (!has) return this.destroy();
+    if (!this.plot) this.make();
+    else {
+      this.plot.setData(this.data, !this.zoomed);
+      if (this.zoomed) this.plot.redraw();
+    }
+    this.show(this.plot.cursor.idx);
+  }
+
+  table(columns) {
+    const columnOf = (key) => columns[key] || columns.x.map(() => null);
+    if (this.stacked) {
+      const sums = columns.x.map(() => 0);
+      const layers = this.series.map((item) => columnOf(item.key).map((value, at) => (sums[at] += value || 0)));
+      return [columns.x, ...layers.reverse()];
+    }
+    const bands = this.series.filter((item) => item.band).flatMap((item) => item.band.map(columnOf));
+    const lift = (column) => (this.log ? column.map((value) => (value === null ? null : Math.max(value, 1e-9))) : column);
+    return [columns.x, ...this.series.map((item) => lift(columnOf(item.key))), ...bands];
+  }
+
+  destroy() {
+    this.plot?.destroy();
+    this.plot = null;
+  }
+
+  make() {
+    this.destroy();
+    const grid = { stroke: colour("grid"), width: 1 };
+    const text = { stroke: colour("ink-3"), font: "11px system-ui, sans-serif", ticks: { show: false } };
+    const options = {
+      width: this.body.clientWidth || 300,
+      height: this.height,
+      padding: [8, 6, 0, 0],
+      legend: { show: false },
+      cursor: {
+        sync: { key: "steps" },
+        points: { size: 6, show: !this.stacked },
+        drag: { x: true, y: false, dist: 8 },
+        y: false,
+      },
+      scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: this.yScale() },
+      axes: [
+        { ...text, grid: { show: false }, size: 26, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], values: (u, ticks) => ticks.map((tick) => tick.toLocaleString("en-US")) },
+        { ...text, grid, size: 46, space: this.log ? 22 : 30, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+      ],
+      series: [{}, ...this.lines()],
+      bands: this.bands(),
+      hooks: {
+        setCursor: [(u) => this.show(u.cursor.idx)],
+        setSelect: [(u) => (this.zoomed = u.select.width > 0 || this.zoomed)],
+        draw: [(u) => this.alarms(u)],
+        ready: [(u) => u.over.addEventListener("dblclick", () => ALL.forEach((chart) => (chart.zoomed = false)))],
+      },
+    };
+    this.plot = new uPlot(options, this.data, this.body);
+  }
+
+  yScale() {
+    const limits = this.series.filter((item) => item.alarm).map((item) => item.alarm);
+    if (this.log) {
+      return {
+        distr: 3,
+        range: (u, low, high) => [
+          10 ** Math.floor(Math.log10(Math.max(Math.min(low ?? 1e-4, ...limits), 1e-9))),
+          10 ** Math.ceil(Math.log10(Math.max(high ?? 1, ...limits) * 1.01)),
+        ],
+      };
+    }
+    const zero = this.stacked || this.series.some((item) => item.fromZero);
+    return {
+      range: (u, low, high) => {
+        if (low === null) return [0, 1];
+        const bottom = zero ? Math.min(0, low) : low;
+        const room = (high - bottom || Math.abs(high) || 1) * 0.08;
+        return [zero && low >= 0 ? 0 : bottom - room, high + room];
+      },
+    };
+  }
+
+  lines() {
+    if (this.stacked) {
+      const bars = uPlot.paths.bars({ size: [0.8, 26, 1], gap: 0 });
+      const areas = uPlot.paths.linear();
+      const paths = (u, index, from, to) => (to - from > MANY_BARS ? areas : bars)(u, index, from, to);
+      return this.series
+        .map((item) => ({ stroke: colour(item.colour), fill: colour(item.colour), width: 0, points: { show: false }, paths }))
+        .reverse();
+    }
+    const lines = this.series.map((item) => {
+      const stroke = colour(item.colour);
+      if (item.points) {
+        return { stroke, width: 1.25, dash: [3, 3], spanGaps: true, points: { show: true, size: 6, fill: stroke, width: 0 } };
+      }
+      const few = (this.columns?.x.length ?? 0) < 3;
+      return { stroke, width: 1.75, dash: item.dash, spanGaps: true, points: { show: few, size: 6, fill: stroke } };
+    });
+    const edges = this.series.filter((item) => item.band).flatMap(() => [0, 1].map(() => ({ stroke: "transparent", width: 0, points: { show: false } })));
+    return [...lines, ...edges];
+  }
+
+  bands() {
+    let next = this.series.length + 1;
+    return this.series
+      .filter((item) => item.band && !this.stacked)
+      .map((item) => {
+        const pair = { series: [next + 1, next], fill: faded(colour(item.colour), 0.14) };
+        next += 2;
+        return pair;
+      });
+  }
+
+  alarms(u) {
+    const { ctx, bbox } = u;
+    for (const item of this.series.filter((each) => each.alarm)) {
+      const y = u.valToPos(item.alarm, "y", true);
+      if (y < bbox.top || y > bbox.top + bbox.height) continue;
+      ctx.save();
+      ctx.strokeStyle = faded(colour(item.colour), 0.75);
+      ctx.lineWidth = devicePixelRatio;
+      ctx.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
+      ctx.beginPath();
+      ctx.moveTo(bbox.left, y);
+      ctx.lineTo(bbox.left + bbox.width, y);
+      ctx.stroke();
+      ctx.fillStyle = colour("ink-3");
+      ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
+      ctx.textAlign = "right";
+      ctx.fillText(`alarm ${item.alarm}`, bbox.left + bbox.width - 2, y - 4 * devicePixelRatio);
+      ctx.restore();
+    }
+  }
+
+  // Values at an index, or the newest of each when there is no cursor.
+  show(index) {
+    const columns = this.columns;
+    if (!columns) return;
+    const at = index === null || index === undefined ? null : index;
+    setText(this.at, at === null ? "" : `step ${columns.x[at]}`);
+    this.series.forEach((item, which) => {
+      const column = columns[item.key] || [];
+      const value = at === null ? newest(column) : column[at];
+      let text = (item.format || number)(value ?? null);
+      if (item.band && value !== null && value !== undefined) {
+        const high = (columns[item.band[1]] || [])[at === null ? lastIndex(column) : at];
+        if (high !== null && high !== undefined) text += ` ± ${number(high - value)}`;
+      }
+      setText(this.values[which], text);
+    });
+  }
+
+  key(event) {
+    const last = this.columns ? this.columns.x.length - 1 : -1;
+    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (step === undefined || last < 0 || !this.plot) return;
+    event.preventDefault();
+    const now = this.plot.cursor.idx ?? last;
+    const index = Math.max(0, Math.min(last, now + step));
+    this.plot.setCursor({ left: this.plot.valToPos(this.columns.x[index], "x"), top: 10 });
+    this.said.textContent = `step ${this.columns.x[index]}: ${this.series
+      .map((item, which) => `${item.label} ${this.values[which].textContent}`)
+      .join(", ")}`;
+  }
+
+  resize() {
+    const width = this.body.clientWidth;
+    if (this.plot && width && Math.abs(width - this.plot.width) > 1) this.plot.setSize({ width, height: this.height });
+  }
+}
+
+function lastIndex(column) {
+  for (let at = column.length - 1; at >= 0; at--) if (column[at] !== null && column[at] !== undefined) return at;
+  return -1;
+}
+
+function newest(column) {
+  const at = lastIndex(column);
+  return at < 0 ? null : column[at];
+}
+
+// A theme has other colours, and uPlot paints with those it was made with.
+document.addEventListener("themechange", () => ALL.forEach((chart) => chart.plot && chart.make()));
