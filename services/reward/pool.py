@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from services.reward.process import WorkerEnded, WorkerProcess
 
 log = logging.getLogger(__name__)
 
-LOAD_SECONDS = 60.0
 _BACKOFF_SECONDS = (0.1, 5.0)
 _STOPPING = "the reward service is stopping; try again"
 
@@ -108,16 +107,32 @@ class Pool:
             self._admitted -= count
 
     async def load(self, graders: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Load graders in a worker and return {name, required_metadata} of each. GraderRefused says what is wrong."""
-        async with self._slots:
-            reply = await self._ask(await self._take(), {"do": "load", "graders": graders}, LOAD_SECONDS)
-        if "refused" in reply:
-            raise GraderRefused(reply["refused"])
-        self._graders += [grader for grader in graders if grader not in self._graders]
-        return reply["loaded"]
+        """Load graders in a worker and return {name, required_metadata} of each. GraderRefused says what is wrong.
+
+        WorkerEnded or TimeoutError when their code ends or holds up the process.
+        """
+        async with self._worker() as worker:
+            return await worker.load(graders)
 
     async def grade(self, grader: dict[str, Any], item: dict[str, Any], limit: float) -> Outcome:
         """Grade one item by one grader within `limit` seconds. Never raises for what the grader does."""
+        began = time.monotonic()
+        try:
+            async with self._worker() as worker:
+                began = time.monotonic()
+                reply = await worker.grade(grader, item, limit)
+        except TimeoutError:
+            self._timeouts += 1
+            self._show()
+            return Outcome(missing="TIMEOUT", detail=f"ran past {limit} s", seconds=time.monotonic() - began)
+        except (WorkerEnded, GraderRefused) as error:
+            return Outcome(missing="GRADER_ERROR", detail=str(error), seconds=time.monotonic() - began)
+        self._seconds_per_task += 0.1 * (time.monotonic() - began - self._seconds_per_task)
+        return Outcome(reply.get("value"), reply.get("missing", ""), reply.get("detail", ""), reply["seconds"])
+
+    @asynccontextmanager
+    async def _worker(self) -> AsyncIterator[WorkerProcess]:
+        """A worker for one task, in its turn. Afterwards it is ready again, or killed: failed, cancelled, worn out."""
         self._queued += 1
         self._show()
         try:
@@ -126,30 +141,28 @@ class Pool:
             self._queued -= 1
         try:
             worker = await self._take()
-            return await self._grade(worker, {"do": "grade", "grader": grader, "item": item, "limit": limit})
+            self._busy += 1
+            self._show()
+            usable = False
+            try:
+                yield worker
+                usable = not worker.worn_out
+            except GraderRefused:
+                usable = not worker.worn_out
+                raise
+            except WorkerEnded:
+                if self._closed:
+                    raise errors.Unavailable(_STOPPING, 0.5) from None
+                raise
+            finally:
+                self._busy -= 1
+                if usable:
+                    self._ready.put_nowait(worker)
+                else:
+                    self._lose(worker)
+                self._show()
         finally:
             self._slots.release()
-
-    async def _grade(self, worker: WorkerProcess, message: dict[str, Any]) -> Outcome:
-        began = time.monotonic()
-        limit = message["limit"]
-        self._busy += 1
-        self._show()
-        try:
-            reply = await self._ask(worker, message, limit)
-            outcome = Outcome(
-                reply.get("value"), reply.get("missing", ""), reply.get("detail", ""), reply.get("seconds", 0.0)
-            )
-        except TimeoutError:
-            self._timeouts += 1
-            outcome = Outcome(missing="TIMEOUT", detail=f"ran past {limit} s", seconds=time.monotonic() - began)
-        except WorkerEnded as error:
-            outcome = Outcome(missing="GRADER_ERROR", detail=str(error), seconds=time.monotonic() - began)
-        finally:
-            self._busy -= 1
-            self._show()
-        self._seconds_per_task += 0.1 * (time.monotonic() - began - self._seconds_per_task)
-        return outcome
 
     async def _take(self) -> WorkerProcess:
         """A live worker; waits for one to start when all are gone."""
@@ -165,22 +178,6 @@ class Pool:
             if worker.alive:
                 return worker
             self._lose(worker)
-
-    async def _ask(self, worker: WorkerProcess, message: dict[str, Any], limit: float) -> dict[str, Any]:
-        """One call; then the worker is ready again, or killed when it failed, was cancelled or is worn out."""
-        reply: dict[str, Any] = {"retire": True}
-        try:
-            reply = await worker.call(message, limit)
-            return reply
-        except WorkerEnded:
-            if self._closed:
-                raise errors.Unavailable(_STOPPING, 0.5) from None
-            raise
-        finally:
-            if reply.get("retire"):
-                self._lose(worker)
-            else:
-                self._ready.put_nowait(worker)
 
     def _lose(self, worker: WorkerProcess) -> None:
         self._discard(worker)
@@ -199,9 +196,7 @@ class Pool:
         worker = await WorkerProcess.start(self._settings.memory_mb)
         self._workers.add(worker)
         try:
-            reply = await worker.call({"do": "load", "graders": self._graders}, LOAD_SECONDS)
-            if "refused" in reply:
-                raise GraderRefused(reply["refused"])
+            await worker.load(self._graders)
         except BaseException:
             self._discard(worker)
             raise

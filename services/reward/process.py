@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from services.reward import frames
+from services.reward.loading import GraderRefused
 
+LOAD_SECONDS = 60.0
 _EXIT_SECONDS = 5.0
 
 
@@ -25,6 +27,9 @@ class WorkerProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._calling = False
+        self._loaded: set[str] = set()
+        self.worn_out = False
+        """It has used so much memory that it should be replaced."""
         self._watch = asyncio.create_task(self._reap(), name=f"grader process {process.pid}")
 
     @classmethod
@@ -46,6 +51,20 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.returncode is None
 
+    async def load(self, graders: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Load graders; returns {name, required_metadata} of each. GraderRefused, or what `call` raises."""
+        reply = await self.call({"do": "load", "graders": graders}, LOAD_SECONDS)
+        if "refused" in reply:
+            raise GraderRefused(reply["refused"])
+        self._loaded.update(grader["key"] for grader in graders)
+        return reply["loaded"]
+
+    async def grade(self, grader: dict[str, Any], item: dict[str, Any], limit: float) -> dict[str, Any]:
+        """Grade within `limit` seconds; loading a grader that this worker has not used yet does not count."""
+        if grader["key"] not in self._loaded:
+            await self.load([grader])
+        return await self.call({"do": "grade", "grader": grader, "item": item, "limit": limit}, limit)
+
     async def call(self, message: dict[str, Any], limit: float) -> dict[str, Any]:
         """Send one message and return its reply. TimeoutError after `limit` seconds; WorkerEnded when it ends first."""
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -55,7 +74,9 @@ class WorkerProcess:
             async with asyncio.timeout(limit):
                 stdin.write(frames.encode(message))
                 await stdin.drain()
-                return await frames.receive(stdout)
+                reply = await frames.receive(stdout)
+                self.worn_out = reply.get("retire", False)
+                return reply
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise WorkerEnded(await self._how_it_ended()) from error
         except frames.BrokenFrame as error:

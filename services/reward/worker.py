@@ -13,8 +13,6 @@ from services.reward import frames, limits
 from services.reward.graders.base import GradeItem
 from services.reward.loading import GraderRefused, LoadedGrader, describe, load
 
-_MAX_GRADERS = 256
-
 
 class Worker:
     """The loaded graders of this process and what it may still use."""
@@ -47,8 +45,6 @@ class Worker:
     def _grader(self, grader: dict[str, Any]) -> LoadedGrader:
         key = grader["key"]
         if key not in self._graders:
-            if len(self._graders) >= _MAX_GRADERS:
-                self._graders.clear()
             self._graders[key] = load(grader["name"], grader["options"], grader["where"])
         return self._graders[key]
 

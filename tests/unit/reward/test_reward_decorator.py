@@ -35,7 +35,7 @@ def test_a_plain_function_and_one_that_takes_everything_will_do() -> None:
 
 
 def test_a_parameter_that_nobody_fills_is_an_error_where_it_is_written() -> None:
-    with pytest.raises(TypeError, match="reward 'wrong': unknown parameter 'answer'; .* response, prompt, metadata"):
+    with pytest.raises(TypeError, match=r"reward 'wrong': unknown parameter 'answer'; .* response, prompt, metadata"):
 
         @reward
         def wrong(answer: str) -> float:
