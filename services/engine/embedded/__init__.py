@@ -1,0 +1,1 @@
+"""The parts of the embedded backend: continuous batching in torch over a transformers model, in one thread."""
