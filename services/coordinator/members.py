@@ -136,15 +136,21 @@ class LeaseSweeper:
 
     async def _sweep(self, grace: bool) -> float:
         pause = TICK_SECONDS
-        for run_id in await self._store.runs():
-            if grace:
+        if grace:
+            for run_id in await self._store.runs():
                 await self._store.change(run_id, _extend)
-            now = time.time()
+        for run_id in sorted(self._store.active):
+            self._store.active.discard(run_id)
+            began = time.monotonic()
             first = await self._store.read(run_id, _first_expiry)
-            if first is not None and first <= now:
-                await self._store.change(run_id, _expire)
-            elif first is not None:
+            now = time.time()
+            if first is None:
+                continue
+            self._store.active.add(run_id)
+            if first > now:
                 pause = min(pause, first - now)
+            elif time.monotonic() - began < STALL_SECONDS:
+                await self._store.change(run_id, _expire)
         return max(pause, 0.01)
 
 

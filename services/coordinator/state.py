@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import redis.asyncio
 from google.protobuf.message import Message
-from redis.exceptions import WatchError
+from redis.exceptions import ReadOnlyError, ResponseError, WatchError
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.ids import check_name
@@ -140,6 +140,8 @@ class Store:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._bells: dict[tuple[str, str], Bell] = {}
         self._closed = False
+        self.active: set[str] = set()
+        """Runs that this process has changed: where a lease may run out."""
 
     def bell(self, run_id: str, topic: str) -> Bell:
         """Rung after each change of a topic: run, versions, members, steps or barriers."""
@@ -166,7 +168,7 @@ class Store:
 
     async def change(self, run_id: str, body: Callable[[Transaction], Awaitable[T]]) -> T:
         """Run `body` and write what it asked for, whole or not at all. It runs again when the run changed meanwhile."""
-        checked_name(run_id, "run_id")
+        self.active.add(checked_name(run_id, "run_id"))
         async with self._locks[run_id]:
             return await _in_time(self._change(run_id, body))
 
@@ -245,3 +247,9 @@ async def _in_time(work: Awaitable[T]) -> T:
             return await work
     except TimeoutError as error:
         raise errors.Unavailable(f"Redis did not answer within {REDIS_SECONDS:g} s; is it running?", 0.5) from error
+    except ResponseError as error:
+        if isinstance(error, ReadOnlyError) or str(error).startswith("MISCONF"):
+            raise errors.Unavailable(
+                f"Redis takes no writes ({error}); is its disk full, or is it a replica?"
+            ) from error
+        raise

@@ -399,6 +399,15 @@ async def test_unreachable_store_is_unavailable(run_file: Path) -> None:
     assert code == grpc.StatusCode.UNAVAILABLE and "Redis" in text
 
 
+async def test_stop_is_orderly_with_watchers(service: Service) -> None:
+    call = service.watch_members()
+    await members_until(call, [])
+    assert await service.process.stop() == 0
+    code, _ = await code_of(members_until(call, ["nobody"]))
+    assert code == grpc.StatusCode.UNAVAILABLE
+    await service.process.start()
+
+
 async def test_concurrent_changes_are_one_after_the_other(service: Service) -> None:
     fences = await asyncio.gather(*(service.acquire(f"t{n}") for n in range(8)))
     assert len(set(fences)) == 8

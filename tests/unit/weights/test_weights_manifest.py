@@ -108,7 +108,7 @@ def test_torn_manifest_is_named(version: Path) -> None:
 
 def test_wrong_content_digest_is_named(version: Path) -> None:
     edit(version, lambda raw: raw.update(digest="f" * 64))
-    with pytest.raises(errors.DataLoss, match="f{64}"):
+    with pytest.raises(errors.DataLoss, match="f" * 64):
         Manifest.read(version)
 
 
