@@ -128,6 +128,10 @@ class Flight:
                     span.set_attribute("paceline.engine_id", self.rank.engine.engine_id)
                 versions = [version for sample in self._samples for version in sample.versions]
                 span.set_attribute("paceline.weight_version", max(versions, default=0))
+        except asyncio.CancelledError:
+            if _cancelling():
+                raise
+            end = errors.Unavailable(f"request {self.request.request_id}: the router is stopping; try again", 0.5)
         except Exception as error:  # noqa: BLE001 - carried to the caller of outputs(), whose boundary makes it a code
             end = error
         finally:

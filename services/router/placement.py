@@ -63,6 +63,7 @@ class Placement:
         self._max_waiting = max_waiting
         self._waiting: dict[str, str] = {}
         """Cause by request id, oldest first."""
+        self._placed = 0
         self._show()
 
     @property
@@ -98,7 +99,8 @@ class Placement:
                 found = self.candidates(wanted)
                 if found:
                     rank = self._policy.choose(wanted.placing, found)
-                    rank.take(wanted.placing.num_samples)
+                    self._placed += 1
+                    rank.take(wanted.placing.num_samples, self._placed)
                     return rank
                 self._check_possible(wanted)
                 self._enter(request_id, f"{wanted.gate_text}; {self.serving_text(wanted)}")

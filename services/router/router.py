@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as coordinator_pb
 from paceline.config import plugin_options
@@ -37,18 +37,18 @@ class Router:
         self.server = RouterServer(self.table, self.placement, self.flights, run_id)
 
     async def run(
-        self, members: AsyncIterator[Sequence[coordinator_pb.Member]], versions: AsyncIterator[HasVersion]
+        self, members: AsyncIterable[Sequence[coordinator_pb.Member]], versions: AsyncIterable[HasVersion]
     ) -> None:
-        """Follow both feeds, probe, and move requests off lost engines, until cancelled."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self.table.follow(members), name="members")
-                group.create_task(self.versions.follow(versions), name="versions")
-                group.create_task(self.prober.run(), name="probes")
-                group.create_task(self.flights.move_off_lost_engines(), name="lost engines")
-                group.create_task(self._show(), name="status")
-        finally:
-            await self.table.close()
+        """Follow both feeds, probe, and move requests off lost engines, until cancelled.
+
+        Requests under way go on after that; `table.close` ends them.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.table.follow(members), name="members")
+            group.create_task(self.versions.follow(versions), name="versions")
+            group.create_task(self.prober.run(), name="probes")
+            group.create_task(self.flights.move_off_lost_engines(), name="lost engines")
+            group.create_task(self._show(), name="status")
 
     async def _show(self) -> None:
         """Keep the table in the status: how many engines take requests, and why each other one does not."""

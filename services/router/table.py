@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +57,8 @@ class Rank:
     dp_rank: int
     num_in_flight: int = 0
     """Samples."""
-    num_placed: int = 0
-    """Samples since the engine joined."""
+    last_placed: int = 0
+    """Order number of the last request placed here."""
     num_requests: int = 0
 
     @property
@@ -66,9 +66,10 @@ class Rank:
         """(engine_id, address, incarnation, dp_rank)."""
         return (self.engine.engine_id, self.engine.address, self.engine.incarnation, self.dp_rank)
 
-    def take(self, num_samples: int) -> None:
+    def take(self, num_samples: int, order: int) -> None:
+        """Count a request that is placed here."""
         self.num_in_flight += num_samples
-        self.num_placed += num_samples
+        self.last_placed = order
         self.num_requests += 1
 
 
@@ -102,7 +103,7 @@ class EngineTable:
         """An event that is set at the next change. Take it before looking at the table."""
         return self._changed
 
-    async def follow(self, feed: AsyncIterator[Sequence[coordinator_pb.Member]]) -> None:
+    async def follow(self, feed: AsyncIterable[Sequence[coordinator_pb.Member]]) -> None:
         """Apply every membership of the feed, for ever."""
         async for members in feed:
             await self.update(members)

@@ -31,8 +31,8 @@ class Candidate(Protocol):
         ...
 
     @property
-    def num_placed(self) -> int:
-        """Samples placed there since it joined."""
+    def last_placed(self) -> int:
+        """Order number of the last request placed there; the smaller, the longer ago."""
         ...
 
 

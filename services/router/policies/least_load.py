@@ -1,4 +1,4 @@
-"""The engine with the fewest samples in flight; among equals the one that got the fewest so far."""
+"""The engine with the fewest samples in flight; among equals the one that has waited longest for a request."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class LeastLoad:
         self._options = options
 
     def choose(self, placing: Placing, candidates: Sequence[C]) -> C:
-        return min(candidates, key=lambda item: (item.num_in_flight, item.num_placed, item.key))
+        return min(candidates, key=lambda item: (item.num_in_flight, item.last_placed, item.key))

@@ -94,6 +94,7 @@ class RouterUnderTest:
             await self._rpc.server.stop(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            await self.router.table.close()
             for engine in self.engines:
                 engine.faults.hang = False
                 await engine.stop()
@@ -126,9 +127,7 @@ class RouterUnderTest:
     async def routable(self, *engine_ids: str) -> None:
         """Wait until exactly these engines take requests."""
         table = self.router.table
-        await self.wait(
-            lambda: {e.engine_id for e in table.engines if not table.excluded_reason(e)} == set(engine_ids)
-        )
+        await self.wait(lambda: {e.engine_id for e in table.engines if not table.excluded_reason(e)} == set(engine_ids))
 
     def reason(self, engine_id: str) -> str:
         table = self.router.table

@@ -122,7 +122,7 @@ async def test_a_recovered_engine_gets_nothing_before_it_holds_a_published_versi
         await router.routable("engine-a", "engine-b")
         for _ in range(4):
             await router.generate(router.request(gate=generation_pb.VersionGate(min_version=6)))
-        assert len(again.requests) == 2
+        assert len(again.requests) == len(a.requests) - 20 == 2
 
 
 async def test_tokens_of_unpublished_weights_are_refused(run_router: Callable[..., Any]) -> None:

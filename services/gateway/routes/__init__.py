@@ -1,0 +1,1 @@
+"""HTTP surfaces, one module each: `routes(edge)` returns the Starlette routes of the surface."""
