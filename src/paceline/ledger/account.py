@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 IN_FLIGHT = ("waiting", "generating", "buffered", "claimed")
 STATES = (*IN_FLIGHT, "trained", "committed", "dropped", "dead")
-"""Where a prompt can be. `waiting`: issued and not leased; `committed`: trained by a step that a checkpoint contains."""
+"""Where a prompt can be. `waiting`: issued and not leased; `committed`: trained by a step that is in a checkpoint."""
 
 
 @dataclass(frozen=True)

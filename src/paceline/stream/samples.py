@@ -1,4 +1,4 @@
-"""The sample stream: finished groups on their way from rollout to the trainer, each delivered once and never evicted."""
+"""The sample stream: finished groups on their way from rollout to trainer, each delivered once, never evicted."""
 
 from __future__ import annotations
 
