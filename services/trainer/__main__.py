@@ -1,0 +1,89 @@
+"""Wires the trainer: `python -m services.trainer RUNFILE`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
+from paceline.config import ConfigError, PluginTable, plugin_options
+from paceline.ledger import Ledger
+from paceline.plugins import UnknownPlugin, registry
+from paceline.rpc.runtime import ServiceContext, run_service
+from paceline.stream import SampleStream
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.control import ENDED, Control
+from services.trainer.loop import Parts, TrainingLoop
+from services.trainer.metrics import MetricsFile
+from services.trainer.objective import Objective
+from services.trainer.publication import Publisher
+from services.trainer.schedule import learning_rate
+from services.trainer.server import TrainerServer
+from services.trainer.slot import Slot
+from services.trainer.step import StepTrainer
+from services.trainer.worker import Worker
+
+
+async def start(context: ServiceContext) -> None:
+    """Offer the service at once, and train in the background."""
+    config = context.config.trainer
+    estimator = _plugin("estimator", config.estimator, "trainer.estimator")
+    objective = Objective(
+        _plugin("loss", config.loss, "trainer.loss"), config.kl_coefficient, config.kl_kind,
+        config.correction.clip if config.correction.kind == "tis" else None,
+    )  # fmt: skip
+    table = context.config.weights.transport
+    transport = _plugin("transport", table, "weights.transport", context.config.directory, context.run_id)
+    worker = Worker(lambda: torch.set_num_threads(config.threads))
+    context.on_stop(worker.close)
+    checkpoints = CheckpointStore(context.config.directory / "checkpoints", config.keep_checkpoints)
+    steps = context.config.run.steps
+    slot = Slot(owner="the run's training loop")
+    server = TrainerServer(
+        worker, slot, checkpoints, context.config.directory / "exports",
+        lambda step: learning_rate(config.optimizer, step, steps),
+    )  # fmt: skip
+    pb_grpc.add_TrainerServiceServicer_to_server(server, context.rpc.server)
+    context.status.facts.update({"device": config.device, "dtype": config.dtype, "model": context.config.model.path})
+
+    async def train() -> None:
+        activity = context.status.activity("loop")
+        activity.set(f"loading {context.config.model.path}")
+        backend_class = registry("train_backend").load(config.backend)
+        path = Path(context.config.model.path)
+        backend = await worker.run(backend_class, path, config, context.config.run.seed)
+        server.backend = backend
+        control = Control(context.coordinator(), context.run_id, context.incarnation, activity)
+        capacity = context.config.rollout.buffer_groups
+        parts = Parts(
+            config=context.config, status=context.status, worker=worker, backend=backend,
+            trainer=StepTrainer(backend, estimator, objective, config, steps), control=control,
+            publisher=Publisher(control, transport, table.name, context.config.weights.keep), checkpoints=checkpoints,
+            ledger=Ledger(context.redis(), context.run_id),
+            stream=SampleStream(context.redis(), context.run_id, capacity),
+            metrics=MetricsFile(context.config.directory / "metrics.jsonl"),
+            run_ended=lambda: context.membership is not None and context.membership.run_state in ENDED,
+            report=lambda: context.membership.report_now() if context.membership is not None else None,
+        )  # fmt: skip
+        await TrainingLoop(parts).run()
+        slot.owner = ""
+        # The last heartbeat carries the state DONE.
+        await asyncio.sleep(0)
+
+    context.spawn("training loop", train())
+
+
+def _plugin(kind: str, table: PluginTable, where: str, *arguments: Any) -> Any:
+    """Make the plug-in that a table of the run file names; ConfigError when there is none or its options are wrong."""
+    try:
+        plugin = registry(kind).load(table.name)
+    except UnknownPlugin as error:
+        raise ConfigError(f"{where}.name: {error}") from error
+    return plugin(plugin_options(table, plugin.Options, where), *arguments)
+
+
+if __name__ == "__main__":
+    run_service("trainer", start)

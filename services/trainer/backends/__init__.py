@@ -1,0 +1,1 @@
+"""Train backends: one plug-in a file."""

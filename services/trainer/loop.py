@@ -1,0 +1,292 @@
+"""The training loop: claim, train, publish, checkpoint, record, commit; then export. One client of the backend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.util.types import AttributeValue
+
+from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
+from paceline.config import RunFile
+from paceline.ledger import Ledger
+from paceline.rpc import errors
+from paceline.rpc.status import StatusBoard, timestamp
+from paceline.samples import InvalidSample, SampleGroup
+from paceline.stream import Claim, NotReady, SampleStream
+from paceline.telemetry import names, tracing
+from services.trainer.backends.base import TrainBackend
+from services.trainer.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.control import Control
+from services.trainer.exporting import export_run
+from services.trainer.metrics import MetricsFile
+from services.trainer.patience import patiently
+from services.trainer.publication import Publisher, Snapshot
+from services.trainer.recovery import LEDGER_PART, Recovery, StartingPoint
+from services.trainer.spans import record_phases, set_values
+from services.trainer.step import StepResult, StepTrainer
+from services.trainer.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 5.0
+"""How long a wait for groups lasts before the state of the run is looked at again."""
+
+
+@dataclass
+class Parts:
+    """What the loop works with."""
+
+    config: RunFile
+    status: StatusBoard
+    worker: Worker
+    backend: TrainBackend
+    trainer: StepTrainer
+    control: Control
+    publisher: Publisher
+    checkpoints: CheckpointStore
+    ledger: Ledger
+    stream: SampleStream
+    metrics: MetricsFile
+    run_ended: Callable[[], bool]
+    """Whether the coordinator said that the run is over."""
+    report: Callable[[], None]
+    """Tell the coordinator about a change of state now."""
+
+
+class RunEnded(Exception):
+    """The run was ended by someone else while the trainer waited."""
+
+
+class TrainingLoop:
+    """Trains the run from where its newest checkpoint left it to its last step."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._activity = parts.status.activity("loop")
+        self._rollout = parts.config.rollout
+        self._steps = parts.config.run.steps
+        self._step = 0
+        self._version = 0
+        self._replay: tuple[int, ...] = ()
+        self._record: dict[str, Any] | None = None
+        self._saved: int = -1
+
+    async def run(self) -> None:
+        """Go on from the newest checkpoint, train to the last step, export, and finish the run."""
+        parts = self._parts
+        try:
+            await self._start()
+            while self._step < self._steps:
+                await self._train_step(self._step + 1)
+        except RunEnded:
+            log.info("the run was ended; the trainer stops after step %d", self._step)
+            await self._checkpoint(self._step)
+            self._become("DONE")
+            return
+        await self._checkpoint(self._step)
+        if parts.config.trainer.export:
+            self._activity.set("exporting the model")
+            target = parts.config.directory / "export"
+            await parts.worker.run(export_run, parts.backend, target, self._step, self._version)
+        await self._await_evaluations()
+        await parts.control.finish(f"trained {self._step} steps")
+        self._activity.set("done")
+        self._become("DONE")
+
+    async def _await_evaluations(self) -> None:
+        """Everything stops when the run is finished, so rollout may first evaluate the last weights."""
+        wanted = {item.name for item in self._parts.config.evaluation if item.every_steps}
+        if not wanted:
+            return
+        seconds = self._rollout.group_deadline_seconds
+        missing = await self._parts.control.wait_for_evaluations(self._step, wanted, seconds)
+        if missing:
+            log.warning("evaluations %s of step %d did not come within %g s", sorted(missing), self._step, seconds)
+
+    async def _start(self) -> None:
+        parts = self._parts
+        await parts.control.acquire()
+        recovery = Recovery(
+            parts.worker, parts.backend, parts.checkpoints, parts.control, parts.ledger, parts.stream, self._activity
+        )
+        start = await recovery.recover(parts.config.digest())
+        self._step, self._replay, self._saved = start.step, start.replay, start.step if start.checkpoint else -1
+        await self._resume_records(start)
+        if not self._replay:
+            await self._publish(start.step, start.checkpoint.weight_version if start.checkpoint else 0)
+        self._become("READY")
+        await self._wait_for_ledger()
+
+    async def _resume_records(self, start: StartingPoint) -> None:
+        """metrics.jsonl and the coordinator hold the records up to the checkpoint, and no later one."""
+        record = start.checkpoint.meta.get("record") if start.checkpoint else None
+        record = await asyncio.to_thread(self._parts.metrics.rewind, start.step, record)
+        if record is not None:
+            await self._parts.control.record_step(_wire_record(record))
+
+    async def _wait_for_ledger(self) -> None:
+        """Until rollout has read the data and made the ledger."""
+        parts = self._parts
+        token = ""
+        while True:
+            token = await patiently(lambda: parts.ledger.wait_change("", 0.0), "Redis", self._activity)
+            try:
+                await patiently(parts.ledger.attach, "Redis", self._activity)
+                await patiently(parts.stream.attach, "Redis", self._activity)
+                return
+            except errors.FailedPrecondition:
+                await self._wait("rollout, which has not begun to read the data", token)
+
+    async def _wait(self, cause: str, token: str) -> None:
+        if self._parts.run_ended():
+            raise RunEnded
+        with self._activity.waiting(cause):
+            await patiently(lambda: self._parts.ledger.wait_change(token, _LOOK_SECONDS), "Redis", self._activity)
+        if self._parts.run_ended():
+            raise RunEnded
+
+    async def _train_step(self, step: int) -> None:
+        parts = self._parts
+        began = time.time()
+        claim = await self._claim(step)
+        claimed = time.time()
+        self._version = max(self._version, claim.trainer_version)
+        links = [group.traceparent for group in claim.groups]
+        attributes: dict[str, AttributeValue] = {
+            names.ATTRIBUTE_STEP: step, names.ATTRIBUTE_WEIGHT_VERSION: claim.trainer_version,
+        }  # fmt: skip
+        with tracing.span(names.SPAN_TRAINER_STEP, attributes, links=links, start_time=began) as span:
+            tracing.record_span(names.SPAN_TRAINER_CLAIM, began, claimed, {names.ATTRIBUTE_STEP: step})
+            self._activity.set(f"training step {step} on {len(claim.groups)} groups")
+            result = await parts.worker.run(parts.trainer.train, step, claim.groups)
+            record_phases(step, claim.groups, result, claimed)
+            await patiently(lambda: parts.stream.mark_trained(step), "Redis", self._activity)
+            self._step = step
+            self._add_claim(result, claim, claimed - began)
+            published = time.time()
+            await self._after(step)
+            result.values[names.SECONDS_PUBLISH] = time.time() - published
+            result.values[names.SECONDS_STEP] = time.time() - began
+            due = step % parts.config.trainer.checkpoint_every == 0 or step == self._steps
+            self._record = self._make_record(step, claim.groups, result)
+            checkpoint = None
+            if due:
+                before = time.time()
+                checkpoint = await self._write_checkpoint(step)
+                self._record[names.SECONDS_CHECKPOINT] = time.time() - before
+                self._record[names.SECONDS_STEP] = time.time() - began
+            set_values(span, self._record)
+            await self._store_record(self._record)
+        if checkpoint is not None:
+            await self._commit(checkpoint)
+
+    async def _claim(self, step: int) -> Claim:
+        parts, rollout = self._parts, self._rollout
+        bound = None if rollout.max_staleness == "unbounded" else rollout.max_staleness
+        consumer = parts.status.member_id
+        while True:
+            token = await patiently(lambda: parts.ledger.wait_change("", 0.0), "Redis", self._activity)
+            answer: Claim | NotReady = await patiently(
+                lambda: parts.stream.claim(
+                    consumer, step, rollout.groups_per_step, self._version, bound, rollout.too_stale,
+                    rollout.max_attempts,
+                ), "Redis", self._activity,
+            )  # fmt: skip
+            if isinstance(answer, Claim):
+                return answer
+            await self._wait(f"rollout: {answer.have} of {answer.want} groups of step {step}", token)
+
+    async def _after(self, step: int) -> None:
+        """Publish, unless a recorded step follows: its groups were made by a version that exists already."""
+        later = [item for item in self._replay if item > step]
+        if not later:
+            self._replay = ()
+            await self._publish(step, self._version)
+            return
+        self._activity.set(f"replaying steps {later[0]} to {later[-1]}")
+        self._version = (await self._claim(later[0])).trainer_version
+
+    async def _publish(self, step: int, floor: int) -> None:
+        parts = self._parts
+        self._activity.set(f"publishing the weights of step {step}")
+        snapshot = await parts.worker.run(Snapshot.take, parts.backend, step)
+        version = await parts.publisher.publish(snapshot, floor)
+        self._version = parts.status.weight_version = version.weight_version
+        parts.report()
+
+    def _add_claim(self, result: StepResult, claim: Claim, waited: float) -> None:
+        staleness = [claim.trainer_version - version for version in map(_oldest, claim.groups) if version is not None]
+        result.values[names.GROUPS_REFUSED_STALE] = claim.refused
+        result.values[names.SECONDS_WAIT_GROUPS] = waited
+        if staleness:
+            result.values[names.STALENESS_MEAN] = sum(staleness) / len(staleness)
+            result.values[names.STALENESS_MAX] = max(staleness)
+
+    def _make_record(self, step: int, groups: list[SampleGroup], result: StepResult) -> dict[str, Any]:
+        ordered = sorted((group.group_id for group in groups), key=_group_order)
+        finite = {name: value for name, value in result.values.items() if math.isfinite(value)}
+        return {
+            "step": step, "weight_version": self._version, "time": time.time(), "group_ids": ordered,
+            "trace_id": tracing.trace_id(tracing.current_traceparent()), **finite,
+        }  # fmt: skip
+
+    async def _store_record(self, record: dict[str, Any]) -> None:
+        self._parts.status.gauges.update({"step": record["step"], "reward_mean": record.get(names.REWARD_MEAN, 0.0)})
+        await self._parts.control.record_step(_wire_record(record))
+        await asyncio.to_thread(self._parts.metrics.append, record)
+
+    async def _write_checkpoint(self, step: int) -> Checkpoint:
+        """Make a checkpoint durable. It counts once the coordinator knows it."""
+        parts = self._parts
+        self._activity.set(f"writing the checkpoint of step {step}")
+        with tracing.span(names.SPAN_TRAINER_CHECKPOINT, {names.ATTRIBUTE_STEP: step}):
+            snapshot = await patiently(parts.ledger.snapshot, "Redis", self._activity)
+            files = await parts.worker.run(parts.backend.state)
+            files[LEDGER_PART] = json.dumps(snapshot, sort_keys=True).encode()
+            meta = {"config_digest": parts.config.digest(), "run": parts.config.run.name, "record": self._record}
+            checkpoint = await asyncio.to_thread(parts.checkpoints.write_step, step, self._version, files, meta)
+        self._saved = step
+        return checkpoint
+
+    async def _commit(self, checkpoint: Checkpoint) -> None:
+        """Only now are the groups of the steps in it settled."""
+        parts = self._parts
+        ledger = await asyncio.to_thread(checkpoint.file(LEDGER_PART).read_text)
+        await parts.control.commit_checkpoint(checkpoint, ledger)
+        await patiently(lambda: parts.stream.commit(checkpoint.step), "Redis", self._activity)
+
+    async def _checkpoint(self, step: int) -> None:
+        """The checkpoint of the last step, when it has none yet."""
+        if step > 0 and self._saved != step:
+            await self._commit(await self._write_checkpoint(step))
+
+    def _become(self, state: str) -> None:
+        self._parts.status.state = state
+        self._parts.report()
+
+
+def _wire_record(record: dict[str, Any]) -> pb.StepRecord:
+    values = {name: float(record[name]) for name in names.UNITS if name in record}
+    return pb.StepRecord(
+        step=record["step"], kind=pb.RECORD_KIND_TRAIN, values=values, weight_version=record["weight_version"],
+        time=timestamp(record["time"]), group_ids=record["group_ids"], trace_id=record["trace_id"],
+    )  # fmt: skip
+
+
+def _oldest(group: SampleGroup) -> int | None:
+    try:
+        return group.oldest_version
+    except InvalidSample:
+        return None
+
+
+def _group_order(group_id: str) -> tuple[int, int]:
+    epoch, _, index = group_id.removeprefix("e").partition(".")
+    return int(epoch), int(index)

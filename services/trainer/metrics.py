@@ -1,0 +1,49 @@
+"""metrics.jsonl of a run: one line a trained step, without gap or duplicate however often the trainer restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Step records as lines of JSON, in step order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rewind(self, step: int, record: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Keep the lines up to `step`, where training goes on; add its own `record` when it is missing.
+
+        Returns the line of that step: the one that was there, else `record`.
+        """
+        lines = [line for line in self._lines() if line["step"] <= step]
+        if record is not None and all(line["step"] != record["step"] for line in lines):
+            lines.append(record)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(_line(item) for item in lines))
+        os.replace(temporary, self._path)
+        return next((line for line in lines if line["step"] == step), None)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add the line of a step."""
+        with self._path.open("a") as file:
+            file.write(_line(record))
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """Whole lines; a torn last one, left by a crash, is not one."""
+        found = []
+        if self._path.is_file():
+            for text in self._path.read_text().splitlines():
+                try:
+                    found.append(json.loads(text))
+                except ValueError:
+                    continue
+        return found
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"

@@ -1,0 +1,141 @@
+"""Loads a policy from a Hugging Face folder and runs its forward pass on packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from paceline.config import ConfigError
+from paceline.config.trainer import LoraConfig
+from services.trainer.model.logprobs import token_logprobs
+from services.trainer.packing import PackedBatch
+
+ADAPTER = "default"
+
+
+class Policy:
+    """A causal language model whose trainable parameters are all of it, or a LoRA adapter over a frozen base.
+
+    `trainable` maps published names to parameters: Hugging Face names, or PEFT names for an adapter.
+    """
+
+    def __init__(
+        self, path: Path, dtype: torch.dtype, lora: LoraConfig | None, seed: int, device: str, frozen: bool = False
+    ) -> None:
+        self.path = path
+        self.device = torch.device(device)
+        # All parameters are loaded in float32 when they are trained: the float32 masters are made from them.
+        load_dtype = dtype if lora is not None or frozen or dtype == torch.float64 else torch.float32
+        self.model = load_model(path, load_dtype, self.device)
+        self.vocabulary = int(self.model.config.vocab_size)
+        self.hidden_size = int(self.model.config.hidden_size)
+        self.shares_prefixes = _plain_attention(self.model.config)
+        self.peft: PeftModel | None = None
+        self.trainable: dict[str, nn.Parameter]
+        if frozen:
+            self.model.requires_grad_(False)
+            self.trainable = {}
+        elif lora is None:
+            self.trainable = dict(self.model.named_parameters())
+        else:
+            self.peft = _add_adapter(self.model, lora, seed)
+            named = self.peft.named_parameters()
+            self.trainable = {_adapter_name(name): item for name, item in named if item.requires_grad}
+        self.logit_scale = _logit_scale(self.model.config)
+        self._check_head()
+
+    def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each predicted token of the batch: two [N], see token_logprobs."""
+        inputs = torch.from_numpy(batch.token_ids).to(self.device)
+        positions = torch.from_numpy(batch.position_ids).to(self.device)
+        mask = None
+        if batch.visible is not None:
+            mask = torch.from_numpy(batch.visible).to(self.device).unsqueeze(1)
+        hidden = self._hidden(inputs, positions, mask).flatten(0, 1)
+        source = torch.from_numpy(batch.source).to(self.device)
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        factor = self.logit_scale / torch.from_numpy(batch.temperature).to(self.device)
+        return token_logprobs(hidden.index_select(0, source), self._head().weight, targets, factor)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The base model only; for full parameters nothing changes."""
+        with self.peft.disable_adapter() if self.peft is not None else nullcontext():
+            yield
+
+    def set_dropout(self, active: bool) -> None:
+        """Turn the adapter's dropout on for training passes; everything else always runs as in evaluation."""
+        for name, module in self.model.named_modules():
+            if "lora_dropout" in name and isinstance(module, nn.Dropout):
+                module.train(active)
+
+    def _head(self) -> nn.Linear:
+        return cast(nn.Linear, self.model.get_output_embeddings())
+
+    def _hidden(self, inputs: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        backbone = self.model.base_model
+        output = backbone(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False)
+        return output.last_hidden_state
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Refuse a family that does something to its logits that `score` does not know."""
+        inputs = torch.arange(min(4, self.vocabulary), device=self.device).unsqueeze(0)
+        expected = self.model(input_ids=inputs, use_cache=False).logits.double()
+        got = (self.logit_scale * self._head()(self._hidden(inputs, None, None))).double()
+        if not torch.allclose(expected, got, rtol=1e-2, atol=1e-2):
+            raise ConfigError(
+                f"model.path = {str(self.path)!r}: the torch backend cannot train {self.model.config.model_type}: its "
+                "logits are not a linear function of the last hidden state (a soft cap?)"
+            )
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The causal language model of a local folder, in evaluation mode. ConfigError when the folder is not one."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path = {str(path)!r} is not a Hugging Face model folder: it has no config.json")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+    return cast(Any, model).to(device).eval()
+
+
+def _add_adapter(model: Any, lora: LoraConfig, seed: int) -> PeftModel:
+    torch.manual_seed(seed)
+    targets = lora.target_modules if lora.target_modules == "all-linear" else list(lora.target_modules)
+    config = PeftLoraConfig(
+        r=lora.rank, lora_alpha=cast(int, lora.alpha), lora_dropout=lora.dropout, target_modules=targets, bias="none",
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    try:
+        peft = get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=True)
+    except ValueError as error:
+        raise ConfigError(f"trainer.lora.target_modules = {lora.target_modules!r}: {error}") from error
+    return cast(PeftModel, peft.eval())
+
+
+def _adapter_name(parameter: str) -> str:
+    """PEFT's name of a tensor in a file, which leaves the adapter's name out."""
+    return parameter.replace(f".{ADAPTER}.", ".")
+
+
+def _plain_attention(config: Any) -> bool:
+    """Whether every layer sees all earlier tokens, so that our own block mask may replace the model's."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return kinds == {"full_attention"} and not sliding
+
+
+def _logit_scale(config: Any) -> float:
+    """Factor that the family applies to its logits."""
+    if getattr(config, "logits_scaling", None):
+        return 1.0 / config.logits_scaling
+    return float(getattr(config, "logit_scale", None) or 1.0)
