@@ -24,7 +24,8 @@ class ServiceFailed(RuntimeError):
 
 
 class ServiceProcess:
-    """One `python -m services.<service>` process, which can be killed and started again.
+    """One `python -m services.<service>` process, which can be killed and started again. A name with a dot is a module:
+    "paceline.testing.scripted_engine".
 
     `address` stays the same over restarts; `labels` is what else it announced at its start.
     """
@@ -62,8 +63,9 @@ class ServiceProcess:
         """Start, wait until it serves, and return its address. ServiceFailed with its log when it ends before."""
         read_end, write_end = os.pipe()
         environment = os.environ | self._environment
-        environment |= {"PACELINE_READY_FD": str(write_end), "PACELINE_DIE_WITH_PARENT": "1"}
-        command = [sys.executable, "-m", f"services.{self.service}", str(self._run_file), *self._overrides]
+        environment |= {"PACELINE_READY_FD": str(write_end), "PACELINE_PARENT_PID": str(os.getpid())}
+        module = self.service if "." in self.service else f"services.{self.service}"
+        command = [sys.executable, "-m", module, str(self._run_file), *self._overrides]
         command += ["--listen", self.address or "127.0.0.1:0", *self._flags]
         try:
             self._process = await asyncio.create_subprocess_exec(

@@ -1,18 +1,23 @@
 """An engine without a model: exact tokens by script, faults on demand, a record of what it was asked. Needs no torch.
 
 In a test: `async with ScriptedEngine(script=fixed([5, 6, 7])).serve() as engine: ... engine.address`. As a process:
-`python -m paceline.testing.scripted_engine --member-id engine-0 --run-id demo --coordinator-addr 127.0.0.1:50051`.
+`python -m paceline.testing.scripted_engine run.toml --member-id engine-0 --coordinator-addr 127.0.0.1:50051`.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import hashlib
 import itertools
+import json
+import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -21,67 +26,23 @@ import numpy as np
 from paceline import arrays
 from paceline.api.common.v1 import generation_pb2 as generation_pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as coordinator_pb
+from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as coordinator_grpc
 from paceline.api.engine.v1 import engine_service_pb2 as pb
 from paceline.api.engine.v1 import engine_service_pb2_grpc as pb_grpc
+from paceline.api.weights.v1 import weights_pb2
+from paceline.config import load_run_file
+from paceline.config.place import Place
 from paceline.ids import new_id
 from paceline.rpc import errors
+from paceline.rpc.client import open_channel
 from paceline.rpc.membership import Membership
+from paceline.rpc.parent import die_with_parent
 from paceline.rpc.server import RpcServer
 from paceline.rpc.status import StatusBoard
+from paceline.testing.scripts import Faults, Script, by_prompt, fixed, hashed, scripted_logprob
+from paceline.weights.watch import VersionWatch
 
-Script = Callable[[Sequence[int], int, int], Sequence[int]]
-"""(prompt token ids, seed, weight version) -> the tokens of one sample; cut at max_new_tokens."""
-
-
-def hashed(length: int = 8, vocabulary: int = 100) -> Script:
-    """Tokens that depend on prompt, seed and version only, as a real engine's do."""
-
-    def script(prompt: Sequence[int], seed: int, weight_version: int) -> Sequence[int]:
-        tokens = []
-        for position in range(length):
-            text = f"{list(prompt)}/{seed}/{weight_version}/{position}"
-            tokens.append(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % vocabulary)
-        return tokens
-
-    return script
-
-
-def fixed(tokens: Sequence[int]) -> Script:
-    """The same tokens for every sample."""
-    return lambda prompt, seed, weight_version: tokens
-
-
-def by_prompt(answers: dict[tuple[int, ...], Sequence[int]]) -> Script:
-    """The tokens of each prompt; a prompt that is not among `answers` is INVALID_ARGUMENT."""
-
-    def script(prompt: Sequence[int], seed: int, weight_version: int) -> Sequence[int]:
-        if tuple(prompt) not in answers:
-            raise errors.InvalidArgument(f"prompt_token_ids {list(prompt)} are not in the script")
-        return answers[tuple(prompt)]
-
-    return script
-
-
-@dataclass
-class Faults:
-    """What goes wrong; change it at any time. The defaults are a sound engine."""
-
-    die_midstream: int = 0
-    """The server ends after so many tokens were sent since this was set; 0 means never."""
-    hang: bool = False
-    """Generate and Probe never answer."""
-    unavailable: bool = False
-    """Generate and Probe are UNAVAILABLE."""
-    garble: bool = False
-    """Log-probabilities are one shorter than the tokens."""
-    refuse: str = ""
-    """Generate is INVALID_ARGUMENT with this text."""
-    exhausted_seconds: float = 0.0
-    """Generate is RESOURCE_EXHAUSTED with this retry delay."""
-    label_version: int = -1
-    """Version that tokens and probes are labelled with, whatever is served; 0 plays an engine that says "default"."""
-    ignore_abort: bool = False
-    """Abort is answered and has no effect."""
+__all__ = ["Faults", "Script", "ScriptedEngine", "by_prompt", "fixed", "hashed", "scripted_logprob"]
 
 
 @dataclass
@@ -363,11 +324,6 @@ class _Sample:
         return output
 
 
-def scripted_logprob(token: int) -> float:
-    """The log-probability that the scripted engine gives to a token."""
-    return -(1 + token % 8) / 8
-
-
 async def _first_of(first: asyncio.Event, second: asyncio.Event | None, seconds: float | None) -> None:
     """Return when one of the events is set, or after `seconds`."""
     waits = [asyncio.ensure_future(event.wait()) for event in (first, second) if event is not None]
@@ -376,3 +332,82 @@ async def _first_of(first: asyncio.Event, second: asyncio.Event | None, seconds:
     finally:
         for wait in waits:
             wait.cancel()
+
+
+async def run_process(engine: ScriptedEngine, place: Place, follow: bool) -> None:
+    """Serve as a member of a run until SIGTERM. With `follow` the engine takes every published version at once."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await engine.start(place.listen)
+    channel = open_channel(place.address_of("coordinator"))
+    stub = coordinator_grpc.CoordinatorServiceStub(channel)
+    engine.membership = Membership(stub, engine.board, engine.address, engine.labels)
+    if place.ready_fd is not None:
+        with os.fdopen(place.ready_fd, "w") as pipe:
+            pipe.write(json.dumps({"address": engine.address}) + "\n")
+    work = [engine.membership.run(), stop.wait()] + ([follow_versions(engine, stub)] if follow else [])
+    tasks = [asyncio.ensure_future(item) for item in work]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    await engine.membership.leave()
+    await engine.stop(1.0)
+    await channel.close()
+    for task in done:
+        task.result()
+
+
+async def follow_versions(engine: ScriptedEngine, stub: Any) -> None:
+    """Take every published version, and acknowledge it with the digest that was published."""
+    watch = VersionWatch(stub, engine.board.run_id, engine.board.activity("versions"))
+    async for version in watch.follow(0):
+        weights = weights_pb2.EngineWeights(
+            engine_id=engine.engine_id, weight_version=version.weight_version, digest=version.digest, applied=True
+        )
+        request = coordinator_pb.ReportWeightsRequest(
+            request_id=new_id(), run_id=engine.board.run_id, weights=weights
+        )  # fmt: skip
+        await stub.ReportWeights(request, timeout=5.0)
+        engine.set_version(version.weight_version)
+
+
+def main() -> None:
+    """Takes the command line of `services.engine`, so that it can stand in for one, and some flags of its own."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.testing.scripted_engine", description=__doc__)
+    parser.add_argument("run_file", nargs="?", type=Path, help="run file, for the run id")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("--run-id", default="", help="run id, where there is no run file")
+    parser.add_argument("--weight-version", type=int, default=0, help="version to claim from the start")
+    parser.add_argument("--state", default="READY", help="state to claim from the start")
+    parser.add_argument("--no-follow", action="store_true", help="stay at --weight-version whatever is published")
+    parser.add_argument("--length", type=int, default=8, help="tokens of each sample")
+    parser.add_argument("--vocabulary", type=int, default=100, help="token ids are below this")
+    parser.add_argument("--token-seconds", type=float, default=0.0, help="pause before each token")
+    parser.add_argument("--fault", action="append", default=[], help="name=value, as in hang=1; repeatable")
+    Place.add_arguments(parser)
+    arguments = parser.parse_args()
+    if not arguments.run_id and arguments.run_file is None:
+        parser.error("name the run: a run file, or --run-id")
+    place = Place.from_arguments(arguments)
+    if place.parent_pid is not None:
+        die_with_parent(place.parent_pid)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    run_id = arguments.run_id or load_run_file(arguments.run_file, arguments.overrides).run.name
+    asyncio.run(_serve(arguments, place, run_id))
+
+
+async def _serve(arguments: argparse.Namespace, place: Place, run_id: str) -> None:
+    script = hashed(arguments.length, arguments.vocabulary)
+    engine = ScriptedEngine(
+        place.member_id or "engine-0", script, arguments.weight_version, arguments.state, arguments.token_seconds,
+        run_id=run_id,
+    )  # fmt: skip
+    engine.exit_on_death = True
+    for fault in arguments.fault:
+        engine.faults.set(fault)
+    await run_process(engine, place, follow=not arguments.no_follow)
+
+
+if __name__ == "__main__":
+    main()

@@ -61,7 +61,7 @@ class RouterUnderTest:
     """The router, a client of it, and the coordinator's part played by the test."""
 
     def __init__(self, **options: Any) -> None:
-        defaults = {"probe_every_seconds": 60.0, "probe_timeout_seconds": 5.0}
+        defaults: dict[str, Any] = {"probe_every_seconds": 60.0, "probe_timeout_seconds": 5.0}
         self.board = StatusBoard("router", "router-0", new_id(), RUN)
         self.published: set[int] = set()
         self.router = Router(RouterConfig(**(defaults | options)), self.board, RUN, self._lookup)
