@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build the images, run deploy/compose.yaml with the tiny model for a few steps, look at it from outside, take it down.
 #
-# With a container engine and compose v2 at hand these are used. Without, and as root on Debian 12, an engine is installed
+# With a container engine and compose v2 at hand these are used. Without, as root on Debian 12, an engine is installed
 # and run in a network namespace of its own, so that the machine's network stays as it is; the base images are then made
 # from Debian packages, and pip gets its wheels from this machine, since nothing in the namespace reaches outside.
 #

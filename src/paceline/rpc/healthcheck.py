@@ -1,9 +1,10 @@
-"""`python -m paceline.rpc.healthcheck host:port`: exits with 0 when the service there serves, as container checks want."""
+"""`python -m paceline.rpc.healthcheck host:port`: exits with 0 when the service there serves; for container checks."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,11 +15,11 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 def check(address: str, timeout: float) -> str:
     """What is wrong with the service at `address`; empty when it serves."""
     with grpc.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             status = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout).status
         except grpc.RpcError as error:
-            return f"{address} does not answer: {error.code().name}"  # type: ignore[attr-defined]
+            return f"{address} does not answer: {error.code().name}"
     return "" if status == SERVING else f"{address} is {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}"
 
 
