@@ -64,7 +64,7 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
         observer = Observer(launcher.addresses["coordinator-0"], config.run.name)
         progress = Progress(console, observer.view, config.run.name, config.run.steps, lambda: links(launcher))
         for link in links(launcher):
-            console.print(link, highlight=False)
+            console.print(link, highlight=False, soft_wrap=True)
         with progress:
             done = await _watch(launcher, observer, progress, interrupted, until_done)
         if done is None:
@@ -73,13 +73,13 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
             )
             return INTERRUPTED
         if not done:
-            console.print(f"[red]the run cannot go on:[/] {launcher.failure}", highlight=False)
+            console.print(f"[red]the run cannot go on:[/] {launcher.failure}", highlight=False, soft_wrap=True)
             return EXIT_CONFIG if "refused its configuration" in launcher.failure else 1
         await observer.poll_members()
         await finish(launcher, observer, time.monotonic() - began)
         return 0
     except StartFailed as error:
-        console.print(f"[red]could not start:[/] {error}", highlight=False)
+        console.print(f"[red]could not start:[/] {error}", highlight=False, soft_wrap=True)
         return 1
     finally:
         if observer is not None:

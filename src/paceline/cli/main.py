@@ -32,7 +32,12 @@ def main() -> None:
             module = importlib.import_module(f"paceline.cli.{name}_command")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    arguments = parser.parse_args()
+    arguments, extra = parser.parse_known_args()
+    # argparse takes key=value words after a flag for strangers.
+    if extra and not (hasattr(arguments, "overrides") and all("=" in word and word[0] != "-" for word in extra)):
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    if extra:
+        arguments.overrides = [*arguments.overrides, *extra]
 
     from paceline.config import ConfigError
 

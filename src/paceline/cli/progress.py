@@ -44,7 +44,7 @@ class Progress:
     def message(self, text: str) -> None:
         """Something happened: a start, a restart."""
         if self._live is None:
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, soft_wrap=True)
         else:
             self._messages = [*self._messages, text][-MESSAGES_SHOWN:]
             self.update()
@@ -52,7 +52,7 @@ class Progress:
     def step(self, record: pb.StepRecord) -> None:
         """A record arrived."""
         if self._live is None:
-            self._console.print(_line(record, self._total), highlight=False)
+            self._console.print(_line(record, self._total), highlight=False, soft_wrap=True)
 
     def update(self) -> None:
         if self._live is not None:

@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         summary.show(console, figures, observer.view)
         exported = config.directory / "export"
         if exported.exists():
-            console.print(f"exported model: {exported}", highlight=False)
-        console.print(f"figures: {path}", highlight=False)
+            console.print(f"exported model: {exported}", highlight=False, soft_wrap=True)
+        console.print(f"figures: {path}", highlight=False, soft_wrap=True)
         console.print(
             f"talk to the model: paceline up {config.directory / 'config.json'}, then any OpenAI client",
             highlight=False,
