@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -20,7 +21,11 @@ from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.ids import check_name
 from paceline.rpc import errors
 from services.coordinator import keys
+from services.coordinator.bell import Bell
 from services.coordinator.keys import RunKeys
+from services.coordinator.recent import RecentChanges
+
+log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 86_400
 REDIS_SECONDS = 4.0
@@ -37,30 +42,6 @@ class Mutation(Protocol):
     run_id: str
 
     def SerializeToString(self, *, deterministic: bool = ...) -> bytes: ...
-
-
-class Bell:
-    """Wakes those who wait for a change. Read `count` before reading the state, then wait for it to move on."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._event = asyncio.Event()
-
-    def ring(self) -> None:
-        self.count += 1
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def wait(self, seen: int, seconds: float) -> bool:
-        """Wait until `count` differs from `seen`; False when that took longer than `seconds`."""
-        if self.count != seen:
-            return True
-        try:
-            async with asyncio.timeout(seconds):
-                await self._event.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 class View:
@@ -138,6 +119,7 @@ class Store:
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._recent: defaultdict[str, RecentChanges] = defaultdict(RecentChanges)
         self._bells: dict[tuple[str, str], Bell] = {}
         self._closed = False
         self.active: set[str] = set()
@@ -217,20 +199,45 @@ class Store:
                 try:
                     await pipe.watch(RunKeys(run_id).revision)
                     change = Transaction(pipe, run_id)
+                    revision = await change.number(change.keys.revision)
+                    if revision < self._recent[run_id].revision:
+                        await self._write_again(pipe, change, revision)
+                        continue
                     result = await body(change)
                     if change.topics:
                         change.write("INCR", change.keys.revision)
-                    if change.writes:
-                        pipe.multi()
-                        for command in change.writes:
-                            pipe.execute_command(*command)
-                        await pipe.execute()
+                    await _execute(pipe, change.writes)
                 except WatchError:
                     continue
+            if change.topics:
+                self._recent[run_id].add(revision + 1, change.writes)
             for topic in change.topics:
                 self.bell(run_id, topic).ring()
             return result
         raise errors.Unavailable(f"run {run_id!r} changed {ATTEMPTS} times during one change; try again", 0.5)
+
+    async def _write_again(self, pipe: Any, change: Transaction, revision: int) -> None:
+        """Bring a store that lost its latest changes back to where it was; one that lost more is taken as it is."""
+        recent = self._recent[change.run_id]
+        writes = recent.after(revision)
+        if writes is None:
+            log.error("the store of run %s went back from revision %d to %d", change.run_id, recent.revision, revision)
+            recent.forget(revision)
+            return
+        await _execute(pipe, writes)
+        log.warning(
+            "the store of run %s had lost revisions %d to %d; they were written again",
+            change.run_id, revision + 1, recent.revision,
+        )  # fmt: skip
+
+
+async def _execute(pipe: Any, writes: list[tuple[Any, ...]]) -> None:
+    if not writes:
+        return
+    pipe.multi()
+    for command in writes:
+        pipe.execute_command(*command)
+    await pipe.execute()
 
 
 def checked_name(value: str, what: str) -> str:

@@ -173,13 +173,15 @@ async def test_older_fence_cannot_publish(service: Service) -> None:
     assert await service.publish(second, "half") == reserved + 1
 
 
-async def test_equal_digest_is_the_same_version(service: Service) -> None:
+async def test_equal_digest_and_step_are_the_same_version(service: Service) -> None:
     fence = await service.acquire()
     number = await service.publish(fence, "same")
     fence = await service.acquire("replaying trainer")
     again = await service.prepare(fence, "same")
     assert (again.version.weight_version, again.already_committed) == (number, True)
-    assert await service.publish(fence, "other") == number + 1
+    unchanged = await service.prepare(fence, "same", step=1)
+    assert (unchanged.version.weight_version, unchanged.already_committed) == (number + 1, False)
+    assert await service.publish(fence, "other") == number + 2
 
 
 async def test_repeated_requests_get_the_first_answer(service: Service) -> None:
@@ -199,11 +201,29 @@ async def test_lost_store_never_reuses_a_number(service: Service, redis_url: str
     fence = await service.acquire()
     for n in range(3):
         await service.publish(fence, f"d{n}")
+    await service.process.kill()
     redis.Redis.from_url(redis_url).flushall()
+    await service.process.start()
     assert (await code_of(service.prepare(fence, "x")))[0] == grpc.StatusCode.ABORTED
     later = await service.acquire("restarted")
     assert later > fence
     assert (await service.prepare(later, "x", min_weight_version=3)).version.weight_version == 4
+
+
+async def test_store_that_forgot_the_latest_changes_gets_them_back(service: Service, redis_url: str) -> None:
+    fence = await service.acquire()
+    await service.publish(fence, "kept")
+    client = redis.Redis.from_url(redis_url)
+    earlier = {key: client.dump(key) for key in client.scan_iter()}
+    await service.publish(fence, "lost")
+    await service.record(1, fence, loss=0.5)
+    client.flushall()
+    for key, value in earlier.items():
+        client.restore(key, 0, value)
+    assert await service.publish(fence, "next") == 3
+    assert await take_versions(service.watch_versions(1), 3) == [1, 2, 3]
+    call = service.stub.WatchSteps(pb.WatchStepsRequest(run_id=service.run_id), **CALL)
+    assert (await anext(aiter(call))).record.values["loss"] == 0.5
 
 
 async def test_watch_survives_restarts_without_gap_or_duplicate(service: Service) -> None:

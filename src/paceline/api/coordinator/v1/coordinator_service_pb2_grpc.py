@@ -214,8 +214,8 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PrepareVersion(self, request, context):
-        """PrepareVersion reserves the next weight version. When the newest committed version has the same digest, that one
-        is returned with already_committed set and nothing is reserved.
+        """PrepareVersion reserves the next weight version. When the newest committed version has the same digest and step,
+        that one is returned with already_committed set and nothing is reserved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,8 +63,8 @@ class CoordinatorServiceStub:
     AcquireTrainer: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.AcquireTrainerRequest, _coordinator_service_pb2.AcquireTrainerResponse]
     """AcquireTrainer gives the caller the run's trainer fence; every earlier fence is dead from then on."""
     PrepareVersion: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.PrepareVersionRequest, _coordinator_service_pb2.PrepareVersionResponse]
-    """PrepareVersion reserves the next weight version. When the newest committed version has the same digest, that one
-    is returned with already_committed set and nothing is reserved.
+    """PrepareVersion reserves the next weight version. When the newest committed version has the same digest and step,
+    that one is returned with already_committed set and nothing is reserved.
     """
     CommitVersion: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.CommitVersionRequest, _coordinator_service_pb2.CommitVersionResponse]
     """CommitVersion makes a prepared version visible. FAILED_PRECONDITION when it was not prepared under this fence."""
@@ -129,8 +129,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     AcquireTrainer: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.AcquireTrainerRequest, _coordinator_service_pb2.AcquireTrainerResponse]  # type: ignore[assignment]
     """AcquireTrainer gives the caller the run's trainer fence; every earlier fence is dead from then on."""
     PrepareVersion: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.PrepareVersionRequest, _coordinator_service_pb2.PrepareVersionResponse]  # type: ignore[assignment]
-    """PrepareVersion reserves the next weight version. When the newest committed version has the same digest, that one
-    is returned with already_committed set and nothing is reserved.
+    """PrepareVersion reserves the next weight version. When the newest committed version has the same digest and step,
+    that one is returned with already_committed set and nothing is reserved.
     """
     CommitVersion: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.CommitVersionRequest, _coordinator_service_pb2.CommitVersionResponse]  # type: ignore[assignment]
     """CommitVersion makes a prepared version visible. FAILED_PRECONDITION when it was not prepared under this fence."""
@@ -252,8 +252,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_service_pb2.PrepareVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.PrepareVersionResponse, _abc.Awaitable[_coordinator_service_pb2.PrepareVersionResponse]]:
-        """PrepareVersion reserves the next weight version. When the newest committed version has the same digest, that one
-        is returned with already_committed set and nothing is reserved.
+        """PrepareVersion reserves the next weight version. When the newest committed version has the same digest and step,
+        that one is returned with already_committed set and nothing is reserved.
         """
 
     @_abc_1.abstractmethod
