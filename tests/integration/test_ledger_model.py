@@ -22,7 +22,7 @@ from ledger_model import LedgerModel
 
 from paceline.ids import new_id
 from paceline.ledger import STATES, Ledger
-from paceline.ledger.keys import all_keys
+from paceline.ledger.keys import all_keys, key
 from paceline.rpc import errors
 from paceline.stream import Claim, NotReady, SampleStream
 from paceline.testing.groups import make_group
@@ -134,7 +134,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def claim_one(self, consumer: str, step: int) -> Claim | NotReady | None:
         expected = self.model.claim(step, PER_STEP, self.version, self.bound, self.policy)
-        recorded = expected is not None and self.do(self.client.hexists(all_keys(self.run_id)[7], str(step)))
+        recorded = expected is not None and self.do(self.client.hexists(key(self.run_id, "claims"), str(step)))
         try:
             got = self.do(self.stream.claim(consumer, step, PER_STEP, self.version, self.bound, self.policy))
         except errors.FailedPrecondition:

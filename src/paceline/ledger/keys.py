@@ -14,6 +14,7 @@ PARTS = (
     "dead",  # hash: the same of dead groups
     "waiting",  # zset: groups to issue, by their place in the data
     "leases",  # zset: groups being generated, by the Unix time at which the lease ends
+    "buffer",  # zset: buffered groups, in the order of their puts
     "versions",  # zset: buffered groups, by oldest weight version
     "claims",  # hash: step -> the claim that it trains
     "steps",  # hash: committed step -> its group ids
@@ -21,21 +22,27 @@ PARTS = (
     "doorbell",  # stream of one entry: rung by every change
     "issues",  # hash: owner -> the last issue, so that a repeated call gets the same groups
 )
-"""Each part is one key. The order is that of KEYS in lua/prelude.lua."""
+"""Each part of the ledger is one key."""
 
 
-def run_prefix(run_id: str) -> str:
-    """Prefix of every key of the run. The braces keep the keys of a run in one slot of a Redis cluster."""
-    return f"paceline:{{{check_name(run_id, 'run id')}}}:"
+def prefix(run_id: str) -> str:
+    """Prefix of every key of the run's ledger. The braces keep a run in one slot of a Redis cluster."""
+    return f"paceline:{{{check_name(run_id, 'run id')}}}:ledger:"
 
 
 def key(run_id: str, part: str) -> str:
     """The key of one part of the run's ledger."""
     if part not in PARTS:
         raise ValueError(f"the ledger has no part {part!r}; parts are {', '.join(PARTS)}")
-    return f"{run_prefix(run_id)}ledger:{part}"
+    return prefix(run_id) + part
 
 
 def all_keys(run_id: str) -> list[str]:
-    """The keys of all parts, in the order that the scripts expect."""
+    """The keys of all parts."""
     return [key(run_id, part) for part in PARTS]
+
+
+def lua_names() -> str:
+    """Lua that names every key after its part. Scripts get the prefix as their one key, which keeps calls short."""
+    lines = [f"local {part.upper()} = KEYS[1] .. '{part}'" for part in PARTS]
+    return "\n".join([*lines, f"local CONSUMERS = '{CONSUMER_GROUP}'"])

@@ -23,11 +23,18 @@ _RAISED = {
 }
 
 
+_SHARED = {
+    "issue": ("blank",), "restore": ("blank",), "claim": ("claims",), "mark_trained": ("claims",),
+    "commit": ("claims",), "rewind": ("claims",),
+}  # fmt: skip
+
+
 @cache
 def source(name: str) -> str:
-    """Text of a script with the shared prelude before it."""
+    """Text of a script, after the names of the keys and the parts that it shares with others."""
     folder = resources.files("paceline.ledger") / "lua"
-    return f"{(folder / 'prelude.lua').read_text()}\n{(folder / f'{name}.lua').read_text()}"
+    texts = [(folder / f"{part}.lua").read_text() for part in ("prelude", *_SHARED.get(name, ()), name)]
+    return "\n".join([keys.lua_names(), *texts])
 
 
 def translate(error: redis.exceptions.RedisError) -> Exception:
@@ -49,7 +56,7 @@ class ScriptRunner:
             raise ValueError("the ledger needs a Redis client with decode_responses=False: payloads are bytes")
         self.run_id = run_id
         self.client = client
-        self.keys = keys.all_keys(run_id)
+        self._keys = [keys.prefix(run_id)]
         self._ledger_id = ""
         self._scripts: dict[str, AsyncScript] = {}
 
@@ -74,7 +81,7 @@ class ScriptRunner:
         script = self._scripts.get(name)
         if script is None:
             script = self._scripts[name] = self.client.register_script(source(name))
-        return await self.command(script(self.keys, [f"{self.run_id} {self._ledger_id}", *values]))
+        return await self.command(script(self._keys, [f"{self.run_id} {self._ledger_id}", *values]))
 
     async def command(self, reply: Any) -> Any:
         """Await a reply of Redis; its errors become PacelineErrors."""

@@ -8,12 +8,14 @@ import redis.asyncio
 from google.protobuf.message import DecodeError
 
 from paceline.api.common.v1 import sample_pb2
+from paceline.ledger import keys
 from paceline.ledger.scripts import ScriptRunner
 from paceline.rpc import errors
 from paceline.samples import InvalidSample, SampleGroup
 
 RETRY_DELAY = 0.5
 """Seconds that a producer is told to wait when the buffer is full."""
+_READ_ENTRIES = 64
 TOO_STALE = ("reissue", "drop")
 
 
@@ -50,6 +52,7 @@ class SampleStream:
         if capacity < 1:
             raise errors.InvalidArgument(f"stream capacity is {capacity}; it must be at least 1")
         self._scripts = ScriptRunner(client, run_id)
+        self._client = client
         self.run_id = run_id
         self.capacity = capacity
 
@@ -120,9 +123,27 @@ class SampleStream:
         )  # fmt: skip
         if reply[0] == 0:
             return NotReady(int(reply[1]), count)
-        _, version, refused, replayed, entries = reply
-        groups = [self._decode(entry_id, fields) for entry_id, fields in entries]
-        return Claim(step, groups, int(version), int(refused), bool(replayed))
+        version, refused, replayed = (int(item) for item in reply[1:4])
+        names = [item.decode() for item in reply[4:]]
+        groups = await self._read(names[::2], names[1::2])
+        return Claim(step, groups, version, refused, bool(replayed))
+
+    async def _read(self, group_ids: list[str], entry_ids: list[str]) -> list[SampleGroup]:
+        """Read and decode neighbouring entries of the stream, some at a time to bound the size of a reply."""
+        stream = keys.key(self.run_id, "samples")
+        groups = []
+        for first in range(0, len(entry_ids), _READ_ENTRIES):
+            expected = entry_ids[first : first + _READ_ENTRIES]
+            entries = await self._scripts.command(
+                self._client.xrange(stream, expected[0], expected[-1], count=len(expected))
+            )
+            if [entry_id.decode() for entry_id, _ in entries] != expected:
+                raise errors.DataLoss(
+                    f"sample stream of run {self.run_id} does not hold groups {group_ids[first]} to "
+                    f"{group_ids[first + len(expected) - 1]}; restart the trainer to restore the ledger"
+                )
+            groups += [self._decode(group_ids[first + at], fields) for at, (_, fields) in enumerate(entries)]
+        return groups
 
     async def mark_trained(self, step: int) -> None:
         """The optimizer step on the groups of `step` is done. FailedPrecondition when the step was never claimed."""
@@ -145,12 +166,8 @@ class SampleStream:
         """
         return [int(item) for item in await self._scripts.run("rewind", step, int(reissue_committed))]
 
-    def _decode(self, entry_id: bytes, fields: list[bytes]) -> SampleGroup:
-        named = dict(zip(fields[::2], fields[1::2], strict=True))
+    def _decode(self, group_id: str, fields: dict[bytes, bytes]) -> SampleGroup:
         try:
-            return SampleGroup.from_wire(sample_pb2.SampleGroup.FromString(named[b"payload"]))
+            return SampleGroup.from_wire(sample_pb2.SampleGroup.FromString(fields[b"payload"]))
         except (InvalidSample, DecodeError) as error:
-            raise errors.DataLoss(
-                f"entry {entry_id.decode()} of the sample stream of run {self.run_id}, group "
-                f"{named[b'group_id'].decode()}, cannot be read: {error}"
-            ) from error
+            raise errors.DataLoss(f"group {group_id} in the sample stream cannot be read: {error}") from error

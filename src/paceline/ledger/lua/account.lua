@@ -17,7 +17,7 @@ if ARGV[2] == '1' then
       add(head[1] == 'dropped' and 'dropped:' .. head[8] or 'n:' .. head[1], 1)
     end
   end
-  counts['stream'] = call('XLEN', STREAM)
+  counts['stream'] = call('XLEN', SAMPLES)
 end
 local flat = {}
 for name, value in pairs(counts) do

@@ -1,22 +1,26 @@
 -- ARGV: identity, consumer, step, count, trainer version, max staleness (-1: none), too_stale, max refusals (-1: none).
--- Returns {1, trainer version, refused, replayed, entries} or {0, have}.
+-- Returns {1, trainer version, refused, replayed, id, entry, id, entry, ...} or {0, have}. Payloads do not pass through
+-- Lua, which would copy them twice: the caller reads the entries, which are neighbours in the stream.
 need_ledger()
 local consumer, step, count, version = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local bound, policy, most = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 
+-- Delivers an entry to the consumer, or takes it over from the one that held it.
+local function deliver(id, entry)
+  if not call('XCLAIM', SAMPLES, CONSUMERS, consumer, 0, entry, 'FORCE', 'JUSTID')[1] then
+    refuse('DATA_LOSS', 'payload ' .. entry .. ' of group ' .. id .. ', for step ' .. ARGV[3] .. ', is gone from the '
+      .. 'sample stream of run ' .. RUN .. '; restart the trainer to restore the ledger from the last checkpoint')
+  end
+end
+
 local recorded = claim_of(step)
 if recorded then
-  local entries = {}
-  for at, item in ipairs(recorded.groups) do
-    -- Takes the entry over from whichever consumer held it.
-    local got = call('XCLAIM', STREAM, CONSUMERS, consumer, 0, item[2])
-    if not got[1] then
-      refuse('DATA_LOSS', 'payload ' .. item[2] .. ' of group ' .. item[1] .. ', claimed for step ' .. ARGV[3]
-        .. ', is gone from the sample stream of run ' .. RUN .. '; restart the trainer to restore the ledger')
-    end
-    entries[at] = got[1]
+  local reply = {1, recorded.version, recorded.refused, 1}
+  for _, item in ipairs(recorded.groups) do
+    deliver(item[1], item[2])
+    reply[#reply + 1], reply[#reply + 2] = item[1], item[2]
   end
-  return {1, recorded.version, recorded.refused, 1, entries}
+  return reply
 end
 
 local steps = claimed_steps()
@@ -49,30 +53,24 @@ if bound == 0 then
   end
 end
 
-local have = call('ZCARD', VERSIONS)
+local have = call('ZCARD', BUFFER)
 if have < count then
   return {0, have}
 end
-local read = call('XREADGROUP', 'GROUP', CONSUMERS, consumer, 'COUNT', count, 'STREAMS', STREAM, '>')
-local entries = read and read[1] and read[1][2] or {}
-local groups = {}
-for at, entry in ipairs(entries) do
-  groups[at] = load(entry[2][2])
-  if not groups[at] or groups[at].state ~= 'buffered' or groups[at].entry ~= entry[1] then
-    refuse('DATA_LOSS', 'entry ' .. entry[1] .. ' of the sample stream of run ' .. RUN .. ' is not a buffered group')
-  end
-end
-if #entries ~= count then
-  refuse('DATA_LOSS', 'sample stream of run ' .. RUN .. ' gave ' .. #entries .. ' of ' .. count .. ' buffered groups')
-end
-
 local refused = meta('refused_pending')
-local record = {version = version, refused = refused, groups = {}}
+local record, reply = {version = version, refused = refused, groups = {}}, {1, version, refused, 0}
+local groups = {}
+for at, id in ipairs(call('ZRANGE', BUFFER, 0, count - 1)) do
+  groups[at] = load(id)
+  deliver(id, groups[at].entry)
+end
 for at, group in ipairs(groups) do
   record.groups[at] = {group.id, group.entry}
+  reply[#reply + 1], reply[#reply + 2] = group.id, group.entry
   group.step = step
   move(group, 'claimed', 'step ' .. ARGV[3] .. ' by ' .. consumer)
 end
+call('XGROUP', 'SETID', SAMPLES, CONSUMERS, groups[count].entry)
 call('HSET', CLAIMS, integer(step), cjson.encode(record))
 call('HSET', META, 'refused_pending', '0')
-return {1, version, refused, 0, entries}
+return reply

@@ -17,7 +17,7 @@ if call('HEXISTS', META, 'ledger_id') == 1 then
 end
 call('HSET', META, 'ledger_id', ARGV[4], 'lineage', ARGV[4], 'dataset_size', integer(size), 'epochs', integer(epochs),
   'cursor', '0', 'issued', '0', 'sequence', '0', 'committed_step', '0', 'refused_stale', '0', 'refused_pending', '0')
-call('DEL', STREAM)
-call('XGROUP', 'CREATE', STREAM, CONSUMERS, '0', 'MKSTREAM')
+call('DEL', SAMPLES)
+call('XGROUP', 'CREATE', SAMPLES, CONSUMERS, '0', 'MKSTREAM')
 ring()
 return 1

@@ -1,26 +1,23 @@
--- Shared by every script: the keys, the record of a group, and the one function that moves a group between states.
--- Scripts run alone in Redis, so what one script does is seen whole or not at all.
-local META, LIVE, SETTLED, DEAD, WAITING, LEASES, VERSIONS, CLAIMS, STEPS, STREAM, BELL, ISSUES = unpack(KEYS)
+-- Shared by every script: the record of a group, and the one function that moves a group between states. Scripts run
+-- alone in Redis, so what one script does is seen whole or not at all. The names of the keys come before this text.
+-- Each local function costs every call half a microsecond, so what few scripts need is in claims.lua.
 -- The run, and the id of the ledger that the caller knows (empty: it does not mind).
 local RUN, LEDGER_ID = string.match(ARGV[1], '^(%S+) (%S*)$')
-local CONSUMERS = 'trainer'
 local HISTORY_BYTES = 3000
 local call = redis.call
 
 local clock = call('TIME')
 local NOW = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
 
--- State -> the states that may follow it.
+-- Every move that is allowed; nothing else changes the state of a group.
 local LEGAL = {
-  none = {generating = true},
-  waiting = {generating = true},
-  generating = {waiting = true, buffered = true, dropped = true, dead = true},
-  buffered = {claimed = true, waiting = true, dropped = true},
-  claimed = {trained = true, waiting = true},
-  trained = {committed = true, claimed = true, waiting = true},
-  committed = {waiting = true},
-  dropped = {},
-  dead = {},
+  ['none>generating'] = true, ['waiting>generating'] = true,
+  ['generating>waiting'] = true, ['generating>buffered'] = true, ['generating>dropped'] = true,
+  ['generating>dead'] = true,
+  ['buffered>claimed'] = true, ['buffered>waiting'] = true, ['buffered>dropped'] = true,
+  ['claimed>trained'] = true, ['claimed>waiting'] = true,
+  ['trained>committed'] = true, ['trained>claimed'] = true, ['trained>waiting'] = true,
+  ['committed>waiting'] = true,
 }
 local HOME = {committed = SETTLED, dropped = SETTLED, dead = DEAD}
 
@@ -62,123 +59,73 @@ local function load(id)
   }
 end
 
-local function blank(id)
-  return {
-    id = id, state = 'none', attempt = 1, failures = 0, owner = '', step = 0,
-    entry = '', version = 0, reason = '', refusals = 0, history = '',
-  }
-end
-
-local function save(group)
+-- Writes the record with one more event in its history.
+local function save(group, detail)
+  local history = group.history .. '\n' .. integer(NOW * 1000) .. ' ' .. group.state .. ' '
+    .. string.gsub(detail, '[\r\n]+', ' ')
+  while #history > HISTORY_BYTES do
+    history = string.sub(history, string.find(history, '\n', 2, true) or HISTORY_BYTES)
+  end
   local head = cjson.encode({
     group.state, group.attempt, group.failures, group.owner, group.step,
     group.entry, group.version, group.reason, group.refusals,
   })
-  call('HSET', HOME[group.state] or LIVE, group.id, head .. group.history)
-end
-
-local function remember(group, detail)
-  local line = '\n' .. integer(NOW * 1000) .. ' ' .. group.state .. ' ' .. string.gsub(detail, '[\r\n]+', ' ')
-  local history = group.history .. line
-  while #history > HISTORY_BYTES do
-    local cut = string.find(history, '\n', 2, true)
-    if not cut then
-      break
-    end
-    history = string.sub(history, cut)
-  end
-  group.history = history
-end
-
-local function ordinal(id)
-  local epoch, index = string.match(id, '^e(%d+)%.(%d+)$')
-  return tonumber(epoch) * meta('dataset_size') + tonumber(index)
+  call('HSET', HOME[group.state] or LIVE, group.id, head .. history)
 end
 
 local rung = false
 local function ring()
   if not rung then
     rung = true
-    call('XADD', BELL, 'MAXLEN', '1', '*', 'c', '1')
+    call('XADD', DOORBELL, 'MAXLEN', '1', '*', 'c', '1')
   end
 end
 
-local function discard_payload(group)
-  if group.entry ~= '' then
-    call('XACK', STREAM, CONSUMERS, group.entry)
-    call('XDEL', STREAM, group.entry)
-    group.entry = ''
-  end
-end
-
-local function leave(group)
-  if group.state == 'waiting' then
-    call('ZREM', WAITING, group.id)
-  elseif group.state == 'generating' then
-    call('ZREM', LEASES, group.id)
-  elseif group.state == 'buffered' then
-    call('ZREM', VERSIONS, group.id)
-  end
+-- Place of a group in the data.
+local function ordinal(id)
+  local epoch, index = string.match(id, '^e(%d+)%.(%d+)$')
+  return integer(tonumber(epoch) * meta('dataset_size') + tonumber(index))
 end
 
 -- Fields of `group` that belong to the state it enters (owner and lease, entry and version, step, reason) are set by
 -- the caller; what belonged to the state it leaves is cleared here. An illegal move writes nothing.
 local function move(group, to, detail)
-  local from = group.state
-  if not LEGAL[from] or not LEGAL[from][to] then
-    refuse('INTERNAL', 'group ' .. group.id .. ' cannot go from ' .. from .. ' to ' .. to)
+  local id, from = group.id, group.state
+  if not LEGAL[from .. '>' .. to] then
+    refuse('INTERNAL', 'group ' .. id .. ' cannot go from ' .. from .. ' to ' .. to)
   end
-  leave(group)
-  if to == 'waiting' or to == 'committed' or to == 'dropped' or to == 'dead' then
-    discard_payload(group)
+  local sequence = call('HINCRBY', META, 'sequence', 1)
+  if from == 'waiting' then
+    call('ZREM', WAITING, id)
+  elseif from == 'generating' then
+    call('ZREM', LEASES, id)
+  elseif from == 'buffered' then
+    call('ZREM', BUFFER, id)
+    call('ZREM', VERSIONS, id)
+  end
+  if group.entry ~= '' and to ~= 'buffered' and to ~= 'claimed' and to ~= 'trained' then
+    call('XACK', SAMPLES, CONSUMERS, group.entry)
+    call('XDEL', SAMPLES, group.entry)
+    group.entry = ''
   end
   if to == 'waiting' then
     group.attempt = group.attempt + 1
     group.owner, group.step, group.version = '', 0, 0
-    call('ZADD', WAITING, integer(ordinal(group.id)), group.id)
+    call('ZADD', WAITING, ordinal(id), id)
   elseif to == 'generating' then
-    call('ZADD', LEASES, string.format('%.6f', group.lease), group.id)
+    call('ZADD', LEASES, string.format('%.6f', group.lease), id)
   elseif to == 'buffered' then
-    call('ZADD', VERSIONS, integer(group.version), group.id)
-  elseif to == 'dropped' then
-    call('HINCRBY', META, 'dropped:' .. group.reason, 1)
+    call('ZADD', BUFFER, integer(sequence), id)
+    call('ZADD', VERSIONS, integer(group.version), id)
   end
   if (HOME[from] or LIVE) ~= (HOME[to] or LIVE) then
-    call('HDEL', HOME[from] or LIVE, group.id)
+    call('HDEL', HOME[from] or LIVE, id)
   end
   if from ~= 'none' then
     call('HINCRBY', META, 'n:' .. from, -1)
   end
-  if to ~= 'dropped' then
-    call('HINCRBY', META, 'n:' .. to, 1)
-  end
-  call('HINCRBY', META, 'sequence', 1)
+  call('HINCRBY', META, to == 'dropped' and 'dropped:' .. group.reason or 'n:' .. to, 1)
   group.state = to
-  remember(group, detail)
-  save(group)
+  save(group, detail)
   ring()
-end
-
-local function claim_of(step)
-  local text = call('HGET', CLAIMS, integer(step))
-  return text and cjson.decode(text)
-end
-
--- Steps that have a recorded claim, in order.
-local function claimed_steps()
-  local steps = {}
-  for _, name in ipairs(call('HKEYS', CLAIMS)) do
-    steps[#steps + 1] = tonumber(name)
-  end
-  table.sort(steps)
-  return steps
-end
-
-local function train(step, claim)
-  for _, item in ipairs(claim.groups) do
-    local group = load(item[1])
-    if group.state == 'claimed' then
-      move(group, 'trained', 'step ' .. integer(step))
-    end
-  end
 end

@@ -16,7 +16,7 @@ if buffered >= tonumber(ARGV[4]) then
   return {'full', buffered}
 end
 group.version = tonumber(ARGV[5])
-group.entry = call('XADD', STREAM, '*', 'group_id', id, 'payload', ARGV[7], 'traceparent', ARGV[6],
+group.entry = call('XADD', SAMPLES, '*', 'group_id', id, 'payload', ARGV[7], 'traceparent', ARGV[6],
   'oldest_version', ARGV[5])
 move(group, 'buffered', 'attempt ' .. ARGV[3] .. ', weight version ' .. ARGV[5])
 return {'accepted', buffered + 1}

@@ -4,8 +4,8 @@ local present = call('HMGET', META, 'lineage', 'sequence')
 if present[1] == snapshot.lineage and tonumber(present[2]) >= snapshot.sequence then
   return 0
 end
-call('DEL', META, LIVE, SETTLED, DEAD, WAITING, LEASES, VERSIONS, CLAIMS, STEPS, STREAM, ISSUES)
-call('XGROUP', 'CREATE', STREAM, CONSUMERS, '0', 'MKSTREAM')
+call('DEL', META, LIVE, SETTLED, DEAD, WAITING, LEASES, BUFFER, VERSIONS, CLAIMS, STEPS, SAMPLES, ISSUES)
+call('XGROUP', 'CREATE', SAMPLES, CONSUMERS, '0', 'MKSTREAM')
 
 local committed_step = snapshot.committed_step
 call('HSET', META, 'ledger_id', ARGV[3], 'lineage', snapshot.lineage, 'dataset_size', integer(snapshot.dataset_size),
@@ -29,11 +29,10 @@ for id, item in pairs(snapshot.groups) do
     group.state = 'dead'
   else
     group.state, group.attempt = 'waiting', item[2] + 1
-    call('ZADD', WAITING, integer(ordinal(id)), id)
+    call('ZADD', WAITING, ordinal(id), id)
   end
   call('HINCRBY', META, 'n:' .. group.state, 1)
-  remember(group, item[1] == 'dead' and item[5] or 'restored from a checkpoint')
-  save(group)
+  save(group, item[1] == 'dead' and item[5] or 'restored from a checkpoint')
 end
 for step, ids in pairs(by_step) do
   table.sort(ids)
