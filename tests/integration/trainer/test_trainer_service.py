@@ -1,0 +1,218 @@
+"""The trainer as a process, with a real coordinator and Redis: it trains, survives kill -9, and ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+from scripted_rollout import ScriptedRollout
+
+from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
+from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as pb_grpc
+from paceline.ids import new_id
+from paceline.ledger import Ledger
+from paceline.rpc.client import open_channel
+from paceline.testing.processes import ServiceProcess, service_process
+
+CALL = {"timeout": 20.0, "wait_for_ready": True}
+STEPS, GROUPS = 4, 2
+MODEL = Path(__file__).parents[2] / "assets" / "sort4"
+_numbers = itertools.count()
+
+
+@dataclass
+class Run:
+    """A run with its processes."""
+
+    trainer: ServiceProcess
+    coordinator: ServiceProcess
+    stub: Any
+    rollout: ScriptedRollout
+    ledger: Ledger
+    directory: Path
+    run_id: str
+
+    async def records(self) -> dict[int, pb.StepRecord]:
+        """Stored records by step."""
+        found: dict[int, pb.StepRecord] = {}
+        async for response in self.stub.WatchSteps(pb.WatchStepsRequest(run_id=self.run_id), timeout=20.0):
+            if response.HasField("record"):
+                found[response.record.step] = response.record
+            if response.HasField("run"):
+                break
+        return found
+
+    async def wait_for_step(self, step: int) -> None:
+        """Until the record of a step is there."""
+        request = pb.WatchStepsRequest(run_id=self.run_id, start_step=step)
+        async for response in self.stub.WatchSteps(request, timeout=60.0):
+            if response.HasField("record") and response.record.step >= step:
+                return
+
+    async def state(self) -> int:
+        return (await self.stub.GetRun(pb.GetRunRequest(run_id=self.run_id), **CALL)).run.state
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@asynccontextmanager
+async def start_run(
+    folder: Path, redis_url: str, client: redis.asyncio.Redis, *overrides: str, steps: int = STEPS
+) -> AsyncIterator[Run]:
+    run_id = f"training-{next(_numbers)}"
+    directory = folder / run_id
+    directory.mkdir()
+    run_file = directory / "run.toml"
+    run_file.write_text(
+        f"""
+        [run]
+        name = "{run_id}"
+        directory = "{directory}"
+        steps = {steps}
+        [model]
+        path = "{MODEL}"
+        [data]
+        source = {{name = "jsonl", path = "data.jsonl"}}
+        [rollout]
+        groups_per_step = {GROUPS}
+        [weights]
+        transport = {{name = "disk"}}
+        [[reward.graders]]
+        name = "exact_match"
+        [trainer.optimizer]
+        learning_rate = 1e-3
+        """
+    )
+    async with service_process("coordinator", run_file, redis_url=redis_url) as (coordinator, address):
+        channel = open_channel(address)
+        stub = pb_grpc.CoordinatorServiceStub(channel)
+        request = pb.CreateRunRequest(request_id=new_id(), run_id=run_id, config_digest="d", num_steps=steps)
+        await stub.CreateRun(request, **CALL)
+        rollout = ScriptedRollout(client, stub, run_id, GROUPS, steps)
+        async with service_process(
+            "trainer", run_file, redis_url=redis_url, coordinator=address, overrides=overrides
+        ) as (trainer, _):  # fmt: skip
+            task = asyncio.create_task(rollout.run())
+            try:
+                yield Run(trainer, coordinator, stub, rollout, Ledger(client, run_id), directory, run_id)
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await channel.close()
+
+
+def exported(run: Run) -> bytes:
+    return (run.directory / "export" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+async def undisturbed(
+    tmp_path: Path, redis_url: str, redis_client: redis.asyncio.Redis
+) -> tuple[bytes, dict[int, pb.StepRecord]]:
+    """Final weights and records of a run that nothing disturbs."""
+    async with start_run(tmp_path, redis_url, redis_client) as run:
+        assert await run.trainer.wait() == 0, run.trainer.log()
+        return exported(run), await run.records()
+
+
+async def test_trains_to_the_end(tmp_path: Path, redis_url: str, redis_client: redis.asyncio.Redis) -> None:
+    async with start_run(tmp_path, redis_url, redis_client) as run:
+        assert await run.trainer.wait() == 0, run.trainer.log()
+        assert await run.state() == pb.RUN_STATE_FINISHED
+        account = await run.ledger.account(recount=True)
+        assert account.balanced and account.committed == STEPS * GROUPS
+        assert run.rollout.versions == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)]
+        records = await run.records()
+        assert [records[step].weight_version for step in range(1, STEPS + 1)] == [2, 3, 4, 5]
+        assert records[1].group_ids == ["e0.0", "e0.1"]
+        assert records[2].values["staleness_max"] == 0
+        assert records[2].values["optimizer_updates"] == 1
+        assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+        marker = json.loads((run.directory / "export" / "paceline-export.json").read_text())
+        assert marker["complete"] and marker["step"] == STEPS
+        names = sorted(path.name for path in (run.directory / "checkpoints").iterdir())
+        assert names == ["latest", "step-000003", "step-000004"]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+async def test_kill_after_every_step_changes_nothing(
+    tmp_path: Path, redis_url: str, redis_client: redis.asyncio.Redis, undisturbed: Any, every: int
+) -> None:
+    weights, calm = undisturbed
+    override = f"trainer.checkpoint_every={every}"
+    async with start_run(tmp_path, redis_url, redis_client, override) as run:
+        for step in (1, 2, 3):
+            await run.wait_for_step(step)
+            await run.trainer.restart()
+        assert await run.trainer.wait() == 0, run.trainer.log()
+        assert exported(run) == weights
+        records = await run.records()
+        assert [list(records[step].group_ids) for step in sorted(records)] == [
+            list(calm[step].group_ids) for step in sorted(calm)
+        ]
+        assert [records[step].values["loss"] for step in sorted(records)] == [
+            calm[step].values["loss"] for step in sorted(calm)
+        ]
+        assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+        assert [step for _, step in run.rollout.versions] == [0, 1, 2, 3, 4]
+        account = await run.ledger.account(recount=True)
+        assert account.balanced and account.committed == STEPS * GROUPS
+
+
+async def test_degenerate_steps_train_nothing_and_the_run_goes_on(
+    tmp_path: Path, redis_url: str, redis_client: redis.asyncio.Redis
+) -> None:
+    async with start_run(tmp_path, redis_url, redis_client) as run:
+        run.rollout.rewards = {0: [1.0, 1.0], 1: [None, None], 2: [None, 3.0]}
+        assert await run.trainer.wait() == 0, run.trainer.log()
+        records = await run.records()
+        assert [records[step].values["optimizer_updates"] for step in (1, 2, 3, 4)] == [0, 0, 0, 1]
+        assert [records[step].values["groups_zero_variance"] for step in (1, 2, 3)] == [2, 2, 2]
+        assert [records[step].values["reward_missing"] for step in (1, 2, 3)] == [0, 4, 2]
+        assert "reward_mean" not in records[2].values and records[3].values["reward_mean"] == 3.0
+        assert [step for _, step in run.rollout.versions] == [0, 1, 2, 3, 4]
+
+
+async def test_lost_redis_comes_back_from_the_checkpoint(
+    tmp_path: Path, redis_url: str, redis_client: redis.asyncio.Redis
+) -> None:
+    async with start_run(tmp_path, redis_url, redis_client) as run:
+        await run.wait_for_step(2)
+        await run.trainer.kill()
+        seen = run.rollout.versions[-1][0]
+        await redis_client.flushall()
+        await run.coordinator.restart()
+        await run.stub.CreateRun(
+            pb.CreateRunRequest(request_id=new_id(), run_id=run.run_id, config_digest="d", num_steps=STEPS), **CALL
+        )
+        await run.trainer.start()
+        rollout = ScriptedRollout(redis_client, run.stub, run.run_id, GROUPS, STEPS)
+        task = asyncio.create_task(rollout.run())
+        assert await run.trainer.wait() == 0, run.trainer.log()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert rollout.versions[0][0] > seen - 1
+        account = await run.ledger.account(recount=True)
+        assert account.balanced and account.trained == STEPS * GROUPS
+
+
+async def test_a_stopped_run_ends_the_trainer(
+    tmp_path: Path, redis_url: str, redis_client: redis.asyncio.Redis
+) -> None:
+    async with start_run(tmp_path, redis_url, redis_client, steps=1000) as run:
+        await run.wait_for_step(1)
+        request = pb.FinishRunRequest(
+            request_id=new_id(), run_id=run.run_id, state=pb.RUN_STATE_STOPPED, reason="enough"
+        )
+        await run.stub.FinishRun(request, **CALL)
+        assert await run.trainer.wait() == 0, run.trainer.log()
+        assert await run.state() == pb.RUN_STATE_STOPPED
