@@ -80,7 +80,7 @@ class Disk:
             match = _PUBLISHED.fullmatch(path.name)
             if match is None and path.name.startswith((".stage-", ".replaced-")) and path not in self._stages:
                 shutil.rmtree(path, ignore_errors=True)
-            elif match is not None and int(match[1]) not in keep:
+            elif match is not None and int(match[1]) not in keep and not path.is_symlink():
                 shutil.rmtree(path)
                 removed.append(int(match[1]))
         if not keep and self.root.is_dir() and not any(self.root.iterdir()):
