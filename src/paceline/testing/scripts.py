@@ -46,7 +46,7 @@ class Faults:
     """What goes wrong; change it at any time. The defaults are a sound engine."""
 
     die_midstream: int = 0
-    """The server ends after so many tokens were sent since this was set; 0 means never."""
+    """The server ends when it has produced so many tokens in all; 0 means never."""
     hang: bool = False
     """Generate and Probe never answer."""
     unavailable: bool = False

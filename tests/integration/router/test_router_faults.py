@@ -282,6 +282,19 @@ async def test_a_hung_engine_is_taken_out_and_its_requests_move(run_router: Call
         await router.routable("engine-0", "engine-1")
 
 
+async def test_requests_leave_an_engine_whose_lease_ran_out(run_router: Callable[..., Any]) -> None:
+    async with run_router() as router:
+        first, second = await _two_engines(router)
+        first.tokens.clear()
+        request = router.request(2)
+        task = asyncio.create_task(router.generate(request))
+        await first.wait(lambda: first.num_running == 1)
+        await router.tell([second.member()])
+        answer = await task
+        assert (answer.engines, answer.reasons()) == ({"engine-1"}, [STOP] * 2)
+        await first.wait(lambda: first.num_running == 0, seconds=2.0)
+
+
 async def test_garbled_answers_are_refused(run_router: Callable[..., Any]) -> None:
     async with run_router() as router:
         first, _ = await _two_engines(router)
