@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis.asyncio
 
 from paceline.api.rollout.v1 import rollout_service_pb2 as pb
-from paceline.ledger.keys import run_prefix
+from paceline.ids import check_name
 
 _DAY_SECONDS = 86_400
 
@@ -15,7 +15,7 @@ class EvaluationStore:
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
         self._client = client
-        self._prefix = f"{run_prefix(run_id)}evaluation:"
+        self._prefix = f"paceline:{{{check_name(run_id, 'run id')}}}:rollout:evaluation:"
 
     async def last_step(self, name: str) -> int | None:
         """The last step that was evaluated, None before the first."""

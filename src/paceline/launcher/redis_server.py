@@ -60,7 +60,7 @@ class RedisServer:
     def _argv(self) -> list[str]:
         options = {
             "--bind": "127.0.0.1", "--port": str(self.port), "--dir": str(self.folder), "--appendonly": "yes",
-            "--appendfsync": "everysec", "--save": "", "--maxmemory-policy": "noeviction", "--daemonize": "no",
+            "--appendfsync": "no", "--save": "", "--maxmemory-policy": "noeviction", "--daemonize": "no",
         }  # fmt: skip
         guard = [sys.executable, "-m", "paceline.launcher.guard", str(os.getpid())]
         return [*guard, str(self.binary), *(part for pair in options.items() for part in pair)]
