@@ -102,6 +102,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """The causal language model of a local folder, in evaluation mode. ConfigError when the folder is not one."""
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path = {str(path)!r} is not a Hugging Face model folder: it has no config.json")
+    transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )

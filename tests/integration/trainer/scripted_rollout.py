@@ -29,19 +29,12 @@ def scripted_group(run_id: str, group_id: str, attempt: int, version: int, rewar
         mask = np.concatenate([np.zeros(PROMPT, np.uint8), np.ones(COMPLETION, np.uint8)])
         ids = np.concatenate([prompt, random.integers(1, 50, COMPLETION)]).astype(np.int32)
         name = f"{group_id}/{sibling}"
-        samples.append(
-            Sample(
-                sample_id=name,
-                trajectory_id=name,
-                token_ids=ids,
-                loss_mask=mask,
-                sampler_logprobs=(-4.0 * mask).astype(np.float32),
-                version_spans=[(version, COMPLETION)],
-                status=COMPLETED,
-                temperature=1.0,
-                reward=MISSING if reward is None else reward_pb2.Reward(value=reward),
-            )  # fmt: skip
-        )
+        sample = Sample(
+            sample_id=name, trajectory_id=name, token_ids=ids, loss_mask=mask,
+            sampler_logprobs=(-4.0 * mask).astype(np.float32), version_spans=[(version, COMPLETION)],
+            status=COMPLETED, temperature=1.0, reward=MISSING if reward is None else reward_pb2.Reward(value=reward),
+        )  # fmt: skip
+        samples.append(sample)
     return SampleGroup(run_id, group_id, attempt, samples)
 
 

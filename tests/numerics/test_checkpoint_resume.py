@@ -1,0 +1,112 @@
+"""A resumed run is the same run, bit for bit; and what would not be, is seen to differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from tiny_policies import make_groups
+
+from paceline.config.trainer import LoraConfig, TrainerConfig
+from paceline.rpc import errors
+from services.trainer.backends.torch import TorchBackend
+from services.trainer.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.losses.ppo import Ppo
+from services.trainer.model.masters import OPTIMIZER, PARAMETERS
+from services.trainer.objective import Objective
+
+PPO = Objective(Ppo(Ppo.Options()))
+VARIANTS = {
+    "full float32": {},
+    "full bfloat16": {"dtype": "bfloat16"},
+    "lora float32": {"lora": LoraConfig(rank=4)},
+    "lora bfloat16 with dropout": {"lora": LoraConfig(rank=4, dropout=0.1), "dtype": "bfloat16"},
+}
+
+
+def make(path: Path, variant: str) -> TorchBackend:
+    return TorchBackend(path, TrainerConfig.model_validate(VARIANTS[variant]), 0)
+
+
+def train(backend: TorchBackend, steps: range) -> list[float]:
+    """Train; the loss and gradient norm of every step."""
+    seen = []
+    for step in steps:
+        groups = make_groups([[3, 5], [4, 2], [6, 1]], [6, 9, 4], seed=step)
+        for datum in [datum for group in groups for datum in group]:
+            datum.behaviour_logprobs = None
+        result = backend.forward_backward(groups, PPO)
+        outcome = backend.optim_step(result.num_tokens, 0.01)
+        seen += [result.loss_sum, outcome.grad_norm]
+    return seen
+
+
+def weights(backend: TorchBackend) -> dict[str, torch.Tensor]:
+    used = {f"used.{name}": item.detach().clone() for name, item in backend.policy.trainable.items()}
+    return {**{name: item.detach().clone() for name, item in backend.masters.tensors.items()}, **used}
+
+
+def saved(backend: TorchBackend, root: Path) -> Checkpoint:
+    CheckpointStore(root, 2).write_step(3, 4, backend.state(), {})
+    found = CheckpointStore(root, 2).newest()
+    assert found is not None
+    return found
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumed_equals_uninterrupted(tiny_model: Path, tmp_path: Path, variant: str) -> None:
+    first = make(tiny_model, variant)
+    train(first, range(3))
+    checkpoint = saved(first, tmp_path)
+    wanted = train(first, range(3, 6))
+    torch.manual_seed(12345)
+    second = make(tiny_model, variant)
+    second.load_state(checkpoint.file)
+    assert train(second, range(3, 6)) == wanted
+    assert equal(weights(second), weights(first))
+    assert second.updates == first.updates == 6
+    assert second.state().keys() == first.state().keys()
+    assert all(second.state()[name] == data for name, data in first.state().items())
+
+
+@pytest.mark.parametrize("variant", ["full bfloat16", "lora bfloat16 with dropout"])
+@pytest.mark.parametrize("left_out", ["moments", "masters' low bits"])
+def test_a_checkpoint_without_all_of_it_is_another_run(
+    tiny_model: Path, tmp_path: Path, variant: str, left_out: str
+) -> None:
+    first = make(tiny_model, variant)
+    train(first, range(3))
+    checkpoint = saved(first, tmp_path)
+    if left_out == "moments":
+        checkpoint.file(OPTIMIZER).write_bytes(safetensors.torch.save({}))
+    else:
+        rounded = {
+            name: item.bfloat16().float()
+            for name, item in safetensors.torch.load_file(checkpoint.file(PARAMETERS)).items()
+        }
+        checkpoint.file(PARAMETERS).write_bytes(safetensors.torch.save(rounded))
+    train(first, range(3, 6))
+    second = make(tiny_model, variant)
+    second.load_state(checkpoint.file)
+    train(second, range(3, 6))
+    assert not equal(weights(second), weights(first))
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    checkpoint = saved(make(tiny_model, "full float32"), tmp_path)
+    with pytest.raises(errors.FailedPrecondition, match=r"trainer\.lora"):
+        make(tiny_model, "lora float32").load_state(checkpoint.file)
+
+
+def test_loading_forgets_a_pending_gradient(tiny_model: Path, tmp_path: Path) -> None:
+    subject = make(tiny_model, "full float32")
+    checkpoint = saved(subject, tmp_path)
+    subject.forward_backward(make_groups([[3, 5]], [6]), PPO)
+    subject.load_state(checkpoint.file)
+    assert not subject.optim_step(1.0, 0.1).stepped
