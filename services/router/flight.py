@@ -123,11 +123,13 @@ class Flight:
         end: BaseException | None = None
         try:
             with tracing.span(names.SPAN_ROUTER_GENERATE) as span:
-                await self._generate()
-                if self.rank is not None:
-                    span.set_attribute(names.ATTRIBUTE_ENGINE_ID, self.rank.engine.engine_id)
-                versions = [version for sample in self._samples for version in sample.versions]
-                span.set_attribute(names.ATTRIBUTE_WEIGHT_VERSION, max(versions, default=0))
+                try:
+                    await self._generate()
+                finally:
+                    if self.rank is not None:
+                        span.set_attribute(names.ATTRIBUTE_ENGINE_ID, self.rank.engine.engine_id)
+                    versions = [version for sample in self._samples for version in sample.versions]
+                    span.set_attribute(names.ATTRIBUTE_WEIGHT_VERSION, max(versions, default=0))
         except asyncio.CancelledError:
             if _cancelling():
                 raise

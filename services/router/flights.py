@@ -19,6 +19,8 @@ from services.router.versions import PublishedVersions
 
 log = logging.getLogger(__name__)
 
+END_SECONDS = 1.5 * ABORT_SECONDS
+"""How long a request waits for an earlier one of its id, whose caller may just have gone."""
 LOST_AFTER_PROBES = 2
 """Failed probes in a row after which requests leave an engine, when another one can take them."""
 
@@ -90,7 +92,7 @@ class Flights:
 
     async def _wait_end(self, earlier: Flight) -> None:
         try:
-            async with asyncio.timeout(ABORT_SECONDS):
+            async with asyncio.timeout(END_SECONDS):
                 await earlier.done.wait()
         except TimeoutError:
             raise errors.AlreadyExists(
