@@ -43,6 +43,8 @@ def all_keys(run_id: str) -> list[str]:
 
 
 def lua_names() -> str:
-    """Lua that names every key after its part. Scripts get the prefix as their one key, which keeps calls short."""
-    lines = [f"local {part.upper()} = KEYS[1] .. '{part}'" for part in PARTS]
-    return "\n".join([*lines, f"local CONSUMERS = '{CONSUMER_GROUP}'"])
+    """Lua variables called after the parts, and a function that sets them. The prefix is the one key of every call."""
+    names = [part.upper() for part in PARTS]
+    lines = [f"local CONSUMERS, PREFIX, {', '.join(names)} = '{CONSUMER_GROUP}', ''", "local function set_keys(prefix)"]
+    lines += ["PREFIX = prefix", *(f"{part.upper()} = prefix .. '{part}'" for part in PARTS), "end"]
+    return "\n".join(lines)

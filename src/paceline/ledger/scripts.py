@@ -1,21 +1,23 @@
-"""Runs the Lua scripts of the ledger: each operation is one script call, so it happens whole or not at all."""
+"""Runs the ledger's operations: each is one call of a Lua function in Redis, so it happens whole or not at all.
+
+They are functions, not EVAL scripts, because a script would build the shared part anew in every call.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Awaitable
 from functools import cache
 from importlib import resources
-from typing import Any, cast
+from typing import Any
 
 import redis.asyncio
 import redis.exceptions
-from redis.commands.core import AsyncScript
 
 from paceline.ledger import keys
 from paceline.rpc import errors
 
-_SOURCE_SUFFIX = re.compile(r" script: (?:[0-9a-f]{40}, )?on @.*$", re.DOTALL)
+_SOURCE_SUFFIX = re.compile(r" script: (?:\w+, )?on @.*$", re.DOTALL)
 _RAISED = {
     "FAILED_PRECONDITION": errors.FailedPrecondition,
     "DATA_LOSS": errors.DataLoss,
@@ -23,72 +25,87 @@ _RAISED = {
 }
 
 
-_SHARED = {
-    "issue": ("blank",), "restore": ("blank",), "claim": ("claims",), "mark_trained": ("claims",),
-    "commit": ("claims",), "rewind": ("claims",),
-}  # fmt: skip
+_SHARED = ("prelude", "records", "claims")
+OPERATIONS = (
+    "initialise", "issue", "renew", "reclaim", "drop", "fail", "account", "snapshot", "restore",
+    "put", "claim", "mark_trained", "commit", "rewind",
+)  # fmt: skip
 
 
 @cache
-def source(name: str) -> str:
-    """Text of a script, after the names of the keys and the parts that it shares with others."""
+def library() -> tuple[str, str]:
+    """Name and Lua text of the library. The name holds a digest of the text, so releases can share one Redis."""
     folder = resources.files("paceline.ledger") / "lua"
-    texts = [(folder / f"{part}.lua").read_text() for part in ("prelude", *_SHARED.get(name, ()), name)]
-    return "\n".join([keys.lua_names(), *texts])
+    shared = "\n".join((folder / f"{part}.lua").read_text() for part in _SHARED)
+    bodies = {name: (folder / f"{name}.lua").read_text() for name in OPERATIONS}
+    name = (
+        "paceline_" + hashlib.sha256((keys.lua_names() + shared + "".join(bodies.values())).encode()).hexdigest()[:12]
+    )
+    functions = "\n".join(
+        f"redis.register_function('{name}_{operation}', function(keys, arguments)\nbegin(keys, arguments)\n{body}end)"
+        for operation, body in bodies.items()
+    )
+    return name, f"#!lua name={name}\n{keys.lua_names()}\n{shared}\n{functions}\n"
 
 
-def translate(error: redis.exceptions.RedisError) -> Exception:
-    """The PacelineError that a script or the connection meant; the error itself when its meaning is not known."""
+def _meant(error: redis.exceptions.RedisError) -> Exception:
+    """The PacelineError that an operation or the connection meant."""
     if isinstance(error, redis.exceptions.ResponseError):
         code, _, text = _SOURCE_SUFFIX.sub("", str(error)).partition(" ")
         if code in _RAISED:
             return _RAISED[code](text)
-        if code == "OOM" or " OOM " in str(error):
+        if "OOM " in str(error):
             error = redis.exceptions.OutOfMemoryError(str(error))
-    return errors.translate(error) or error
+    return errors.translate(error) or errors.PacelineError(f"Redis refused an operation of the ledger: {error}")
 
 
 class ScriptRunner:
-    """Scripts over the keys of one run. Remembers which ledger it has seen, so that a replaced one is noticed."""
+    """Operations on the keys of one run. Remembers which ledger it has seen, so that a replaced one is noticed."""
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
         if client.get_encoder().decode_responses:
             raise ValueError("the ledger needs a Redis client with decode_responses=False: payloads are bytes")
         self.run_id = run_id
         self.client = client
-        self._keys = [keys.prefix(run_id)]
+        self._prefix = keys.prefix(run_id)
         self._ledger_id = ""
-        self._scripts: dict[str, AsyncScript] = {}
+        self._identity = f"{run_id} "
 
     async def attach(self) -> str:
         """Accept the ledger that is there now and return its id; FailedPrecondition when there is none."""
-        self._ledger_id = ""
+        self._remember("")
         name = await self.command(self.client.hget(keys.key(self.run_id, "meta"), "ledger_id"))
         if name is None:
             await self.run_unattached("account", 0)
             return await self.attach()
-        self._ledger_id = name.decode()
+        self._remember(name.decode())
         return self._ledger_id
 
-    async def run(self, name: str, *values: str | bytes | int | float) -> Any:
-        """Run a script that needs the ledger. Raises the PacelineError that the script means."""
+    def _remember(self, ledger_id: str) -> None:
+        self._ledger_id = ledger_id
+        self._identity = f"{self.run_id} {ledger_id}"
+
+    async def run(self, operation: str, *values: str | bytes | int | float) -> Any:
+        """Run an operation that needs the ledger. Raises the PacelineError that the operation means."""
         if not self._ledger_id:
             await self.attach()
-        return await self.run_unattached(name, *values)
+        return await self.run_unattached(operation, *values)
 
-    async def run_unattached(self, name: str, *values: str | bytes | int | float) -> Any:
-        """Run a script that may create or replace the ledger."""
-        script = self._scripts.get(name)
-        if script is None:
-            script = self._scripts[name] = self.client.register_script(source(name))
-        return await self.command(script(self._keys, [f"{self.run_id} {self._ledger_id}", *values]))
+    async def run_unattached(self, operation: str, *values: str | bytes | int | float) -> Any:
+        """Run an operation that may create or replace the ledger."""
+        name, text = library()
+        command = ("FCALL", f"{name}_{operation}", 1, self._prefix, self._identity, *values)
+        try:
+            return await self.client.execute_command(*command)
+        except redis.exceptions.RedisError as error:
+            if "Function not found" not in str(error):
+                raise _meant(error) from error
+        await self.command(self.client.function_load(text, replace=True))
+        return await self.command(self.client.execute_command(*command))
 
     async def command(self, reply: Any) -> Any:
         """Await a reply of Redis; its errors become PacelineErrors."""
         try:
-            return await cast(Awaitable[Any], reply)
+            return await reply
         except redis.exceptions.RedisError as error:
-            meant = translate(error)
-            if meant is error:
-                raise
-            raise meant from error
+            raise _meant(error) from error

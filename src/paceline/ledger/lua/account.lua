@@ -1,7 +1,7 @@
 -- ARGV: identity, recount (0 or 1). Returns the meta hash, and the same counts made anew from the records.
 need_ledger()
 local counts = {}
-local fields = call('HGETALL', META)
+local fields = all_meta()
 if ARGV[2] == '1' then
   local function add(name, by)
     counts[name] = (counts[name] or 0) + by

@@ -1,4 +1,4 @@
--- Shared by the scripts that deal with the claims of steps.
+-- The claims of steps.
 local function claim_of(step)
   local text = call('HGET', CLAIMS, integer(step))
   return text and cjson.decode(text)

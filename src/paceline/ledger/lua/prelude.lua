@@ -1,13 +1,21 @@
--- Shared by every script: the record of a group, and the one function that moves a group between states. Scripts run
--- alone in Redis, so what one script does is seen whole or not at all. The names of the keys come before this text.
--- Each local function costs every call half a microsecond, so what few scripts need is in claims.lua.
--- The run, and the id of the ledger that the caller knows (empty: it does not mind).
-local RUN, LEDGER_ID = string.match(ARGV[1], '^(%S+) (%S*)$')
+-- Shared by every operation: the record of a group, and the one function that moves a group between states. Operations
+-- run alone in Redis, so what one does is seen whole or not at all. The names of the keys come before this text.
 local HISTORY_BYTES = 3000
-local call = redis.call
 
-local clock = call('TIME')
-local NOW = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
+-- Of the present call: the way to Redis (there is none while the library loads), its arguments, the run, the ledger
+-- that the caller knows (empty: any), the time, and whether the doorbell was rung. The keys are set by each call too.
+local call, ARGV, RUN, LEDGER_ID, NOW, rung
+
+local function begin(keys, arguments)
+  call = redis.call
+  if keys[1] ~= PREFIX then
+    set_keys(keys[1])
+  end
+  ARGV, rung = arguments, false
+  RUN, LEDGER_ID = string.match(arguments[1], '^(%S+) (%S*)$')
+  local clock = call('TIME')
+  NOW = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
+end
 
 -- Every move that is allowed; nothing else changes the state of a group.
 local LEGAL = {
@@ -19,7 +27,15 @@ local LEGAL = {
   ['trained>committed'] = true, ['trained>claimed'] = true, ['trained>waiting'] = true,
   ['committed>waiting'] = true,
 }
-local HOME = {committed = SETTLED, dropped = SETTLED, dead = DEAD}
+local COUNTED = {claimed = true, trained = true, committed = true, dead = true}
+
+-- The hash that holds the record of a group in this state.
+local function home(state)
+  if state == 'committed' or state == 'dropped' then
+    return SETTLED
+  end
+  return state == 'dead' and DEAD or LIVE
+end
 
 -- Ends the script with an error that Python turns into the class named by `code`.
 local function refuse(code, text)
@@ -70,10 +86,9 @@ local function save(group, detail)
     group.state, group.attempt, group.failures, group.owner, group.step,
     group.entry, group.version, group.reason, group.refusals,
   })
-  call('HSET', HOME[group.state] or LIVE, group.id, head .. history)
+  call('HSET', home(group.state), group.id, head .. history)
 end
 
-local rung = false
 local function ring()
   if not rung then
     rung = true
@@ -118,13 +133,18 @@ local function move(group, to, detail)
     call('ZADD', BUFFER, integer(sequence), id)
     call('ZADD', VERSIONS, integer(group.version), id)
   end
-  if (HOME[from] or LIVE) ~= (HOME[to] or LIVE) then
-    call('HDEL', HOME[from] or LIVE, id)
+  if from ~= 'none' and home(from) ~= home(to) then
+    call('HDEL', home(from), id)
   end
-  if from ~= 'none' then
+  -- What is waiting, generating or buffered is counted by its index.
+  if COUNTED[from] then
     call('HINCRBY', META, 'n:' .. from, -1)
   end
-  call('HINCRBY', META, to == 'dropped' and 'dropped:' .. group.reason or 'n:' .. to, 1)
+  if to == 'dropped' then
+    call('HINCRBY', META, 'dropped:' .. group.reason, 1)
+  elseif COUNTED[to] then
+    call('HINCRBY', META, 'n:' .. to, 1)
+  end
   group.state = to
   save(group, detail)
   ring()

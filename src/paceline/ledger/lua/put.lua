@@ -11,7 +11,7 @@ if state == 'buffered' or state == 'claimed' or state == 'trained' or state == '
 elseif state ~= 'generating' then
   return {'stale_attempt', 0}
 end
-local buffered = meta('n:buffered')
+local buffered = call('ZCARD', BUFFER)
 if buffered >= tonumber(ARGV[4]) then
   return {'full', buffered}
 end

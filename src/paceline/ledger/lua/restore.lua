@@ -31,7 +31,9 @@ for id, item in pairs(snapshot.groups) do
     group.state, group.attempt = 'waiting', item[2] + 1
     call('ZADD', WAITING, ordinal(id), id)
   end
-  call('HINCRBY', META, 'n:' .. group.state, 1)
+  if COUNTED[group.state] then
+    call('HINCRBY', META, 'n:' .. group.state, 1)
+  end
   save(group, item[1] == 'dead' and item[5] or 'restored from a checkpoint')
 end
 for step, ids in pairs(by_step) do

@@ -1,3 +1,3 @@
 -- ARGV: identity. Returns the meta hash, the live records, the dead records: what a checkpoint keeps.
 need_ledger()
-return {call('HGETALL', META), call('HGETALL', LIVE), call('HGETALL', DEAD)}
+return {all_meta(), call('HGETALL', LIVE), call('HGETALL', DEAD)}
