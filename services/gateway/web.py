@@ -81,13 +81,17 @@ class WebServer(uvicorn.Server):
 
 
 def bind(listen: str) -> socket.socket:
-    """A bound TCP socket on host:port; OSError names an address that cannot be taken."""
+    """A listening TCP socket on host:port; OSError names an address that cannot be taken.
+
+    It listens at once: whoever reads the announced address may connect before the server's loop runs.
+    """
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, int(port)))
+        bound.listen(1024)
     except OSError as error:
         bound.close()
         raise OSError(f"gateway.listen = {listen!r}: {error.strerror}") from error
