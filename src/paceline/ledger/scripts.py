@@ -14,6 +14,7 @@ from typing import Any
 import redis.asyncio
 import redis.exceptions
 
+from paceline.cancellation import cancellable
 from paceline.ledger import keys
 from paceline.rpc import errors
 
@@ -96,7 +97,7 @@ class ScriptRunner:
         name, text = library()
         command = ("FCALL", f"{name}_{operation}", 1, self._prefix, self._identity, *values)
         try:
-            return await self.client.execute_command(*command)
+            return await cancellable(self.client.execute_command(*command))
         except redis.exceptions.RedisError as error:
             if "Function not found" not in str(error):
                 raise _meant(error) from error
@@ -106,6 +107,6 @@ class ScriptRunner:
     async def command(self, reply: Any) -> Any:
         """Await a reply of Redis; its errors become PacelineErrors."""
         try:
-            return await reply
+            return await cancellable(reply)
         except redis.exceptions.RedisError as error:
             raise _meant(error) from error
