@@ -18,7 +18,8 @@ from paceline.telemetry import names
 from paceline.telemetry.tracing import span
 from paceline.weights.transports.base import Transport
 from paceline.weights.watch import VersionWatch
-from services.engine.backends.base import AppliedWeights, EngineBackend, PauseMode
+from services.engine.backends.base import EngineBackend
+from services.engine.generation import AppliedWeights, PauseMode
 
 log = logging.getLogger(__name__)
 

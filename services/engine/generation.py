@@ -10,6 +10,8 @@ import numpy as np
 from paceline.rpc import errors
 
 FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["in_place", "retract", "abort", "drain"]
+"""What a pause or a weight update does to running requests, under SGLang's names."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,28 @@ class Piece:
     top_token_ids: list[list[int]] = field(default_factory=list)
     top_logprobs: list[list[float]] = field(default_factory=list)
     finish: Finish | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a backend is doing, in numbers."""
+
+    num_running: int
+    num_waiting: int
+    capacity: int
+    tokens_per_second: float
+    cache_use: float
+    """Share of the key-value cache that holds tokens, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class AppliedWeights:
+    """The outcome of a weight update."""
+
+    digest: str
+    """Content digest of what the backend holds now."""
+    pause_seconds: float
+    """How long requests were held."""
 
 
 def check_gate(request: Request, weight_version: int) -> None:

@@ -14,8 +14,8 @@ from paceline.rpc.status import StatusBoard
 from paceline.telemetry import names
 from paceline.telemetry.tracing import current_traceparent, record_span
 from services.engine import wire
-from services.engine.backends.base import EngineBackend, Load, PauseMode
-from services.engine.generation import Request, check_gate
+from services.engine.backends.base import EngineBackend
+from services.engine.generation import Load, PauseMode, Request, check_gate
 
 MAX_PAUSE_SECONDS = 600.0
 

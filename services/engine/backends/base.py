@@ -3,35 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-from services.engine.generation import Piece, Request
-
-PauseMode = Literal["in_place", "retract", "abort", "drain"]
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a backend is doing, in numbers."""
-
-    num_running: int
-    num_waiting: int
-    capacity: int
-    tokens_per_second: float
-    cache_use: float
-    """Share of the key-value cache that holds tokens, 0 to 1."""
-
-
-@dataclass(frozen=True)
-class AppliedWeights:
-    """The outcome of a weight update."""
-
-    digest: str
-    """Content digest of what the backend holds now."""
-    pause_seconds: float
-    """How long requests were held."""
+from services.engine.generation import AppliedWeights, Load, PauseMode, Piece, Request
 
 
 class Generation(Protocol):

@@ -15,14 +15,13 @@ from paceline.config.services import EngineConfig
 from paceline.plugins import registry
 from paceline.rpc import errors
 from paceline.tokenizer import Detokenizer, Tokenizer
-from services.engine.backends.base import AppliedWeights, Load, PauseMode
 from services.engine.embedded.decoder import Decoder
 from services.engine.embedded.loop import DecodeLoop, Event
 from services.engine.embedded.model import load_model, plug_attention
 from services.engine.embedded.scheduler import Ticket, open_ticket
 from services.engine.embedded.stop import StopWatch
 from services.engine.embedded.weights import ModelWeights, read_publication
-from services.engine.generation import Piece, Request
+from services.engine.generation import AppliedWeights, Load, PauseMode, Piece, Request
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +98,10 @@ class Embedded:
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self._weights = ModelWeights(model)
         self._loop = DecodeLoop(self._decoder, config.max_sequences, self._emit)
+
+    def serve_base_weights(self) -> None:
+        """Call the loaded base model version 1: for benchmarks and tests, which have nobody to publish."""
+        self._loop.weight_version = 1
 
     async def watch(self) -> None:
         await asyncio.wrap_future(self._loop.ended)

@@ -30,12 +30,13 @@ class PrefillBatch:
 class DecodeBatch:
     """One token of each row.
 
-    own_places int64 [rows]: where the token's key goes in the row's own part. lane_rows int64 [slots * LANES]: the row
-    of each lane, 0 where there is none. row_lanes int64 [rows]: the inverse. Masks are 0 or -inf in the model's dtype,
-    [slots, 1, 1, prefix length] and [rows, 1, 1, own length].
+    rows int64 [rows]: 0, 1, ... own_places int64 [rows]: where the token's key goes in the row's own part. lane_rows
+    int64 [slots * LANES]: the row of each lane, 0 where there is none. row_lanes int64 [rows]: the inverse. Masks are
+    0 or -inf in the model's dtype, [slots, 1, 1, prefix length] and [rows, 1, 1, own length].
     """
 
     cache: KeyValueCache
+    rows: torch.Tensor
     own_places: torch.Tensor
     lane_rows: torch.Tensor
     row_lanes: torch.Tensor
@@ -94,9 +95,8 @@ def _decode(
     rows, heads, _, size = query.shape
     kv_heads = key.shape[1]
     shared = heads // kv_heads
-    index = torch.arange(rows, device=query.device)
-    store.own_keys[index, :, batch.own_places] = key[:, :, 0]
-    store.own_values[index, :, batch.own_places] = value[:, :, 0]
+    store.own_keys[batch.rows, :, batch.own_places] = key[:, :, 0]
+    store.own_values[batch.rows, :, batch.own_places] = value[:, :, 0]
     folded = query.reshape(rows, kv_heads, shared, size)
 
     slots, prefix_length = batch.prefix_mask.shape[0], batch.prefix_mask.shape[3]

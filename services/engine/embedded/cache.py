@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 STEP = 32
@@ -43,7 +44,7 @@ class KeyValueCache:
         store = self._layers.get(index)
         if store is None:
             shape = (like.shape[1], self.max_length, like.shape[3])
-            make = [torch.zeros((count, *shape), dtype=like.dtype, device=like.device) for count in self._counts()]
+            make = [_zeros((count, *shape), like) for count in self._counts()]
             store = self._layers[index] = LayerStore(*make)
         return store
 
@@ -63,3 +64,11 @@ class KeyValueCache:
 
     def _counts(self) -> tuple[int, int, int, int]:
         return self.num_slots, self.num_slots, self.num_rows, self.num_rows
+
+
+def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Zeros in the dtype and on the device of `like`; on a CPU of pages that take memory only once written."""
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    num_bytes = int(np.prod(shape)) * like.element_size()
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like.dtype).view(shape)

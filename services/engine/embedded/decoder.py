@@ -6,15 +6,19 @@ from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 
 import torch
+import torch.nn.functional as F
 
 from services.engine.embedded.attention import DecodeBatch, PrefillBatch
 from services.engine.embedded.cache import STEP, KeyValueCache, padded
 from services.engine.embedded.prefixes import LANES, Fill, PrefixTable
-from services.engine.embedded.sampler import Drawn, Draws, draw
+from services.engine.embedded.sampler import Drawn, Draws, Sampler
 from services.engine.embedded.scheduler import Sequence
 
 MIN_ROWS = 8
 """Batches are padded to multiples of this many rows: then a row's result does not depend on how many there are."""
+
+HEAD_PIECE = 2048
+"""Rows of the output embedding that are multiplied at once."""
 
 
 class Decoder:
@@ -37,6 +41,7 @@ class Decoder:
         """Look the model's parts up again, after modules were replaced."""
         self._body: torch.nn.Module = self.model.get_decoder()  # type: ignore[operator]
         self._head: torch.nn.Module = self.model.get_output_embeddings()  # type: ignore[operator]
+        self._sampler = Sampler(self.model.get_output_embeddings().weight.shape[0], self.device)  # type: ignore[operator]
 
     @torch.inference_mode()
     def fill(self, fills: SequenceOf[Fill]) -> None:
@@ -65,9 +70,9 @@ class Decoder:
         row_of = {slot: row for row, slot in enumerate(slots)}
         states = [self._hidden[slot] for slot in slots]
         states += [states[0]] * (padded(len(states), MIN_ROWS) - len(states))
-        logits = self._head(torch.stack(states))  # type: ignore[arg-type]
+        scores = self._score(torch.stack(states))  # type: ignore[arg-type]
         rows = self._tensor([row_of[item.slot] for item in sequences])
-        return draw(logits.index_select(0, rows), self._draws(sequences, len(sequences)))
+        return self._sampler.draw(scores.index_select(0, rows), self._draws(sequences, len(sequences)))
 
     @torch.inference_mode()
     def step(self, sequences: SequenceOf[Sequence], prefixes: PrefixTable) -> Drawn:
@@ -77,7 +82,7 @@ class Decoder:
         tokens = self._tensor([item.generated[-1] for item in sequences] + extra)
         positions = self._tensor([item.position - 1 for item in sequences] + extra)
         hidden = self._run(tokens[:, None], positions[:, None], self._batch(sequences, prefixes, extra))
-        drawn = draw(self._head(hidden[:, 0]), self._draws(sequences, rows))
+        drawn = self._sampler.draw(self._score(hidden[:, 0]), self._draws(sequences, rows))
         for item in sequences:
             item.own_length += 1
         return drawn
@@ -92,7 +97,20 @@ class Decoder:
         """Logits [vocabulary] after the prompt of a filled slot."""
         state = self._hidden[slot]
         assert state is not None
-        return self._head(torch.stack([state] * MIN_ROWS))[0]
+        return self._score(torch.stack([state] * MIN_ROWS))[0, : self._sampler.vocabulary].clone()
+
+    def _score(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of hidden states [rows, hidden size] in the sampler's float32 buffer."""
+        scores = self._sampler.scores(len(hidden))
+        vocabulary = self._sampler.vocabulary
+        if type(self._head) is not torch.nn.Linear or self._head.bias is not None or self.device.type != "cpu":
+            scores[:, :vocabulary].copy_(self._head(hidden))
+            return scores
+        # In pieces that stay in the CPU's cache: much faster than one product for a large vocabulary.
+        for first in range(0, vocabulary, HEAD_PIECE):
+            last = min(first + HEAD_PIECE, vocabulary)
+            scores[:, first:last].copy_(F.linear(hidden, self._head.weight[first:last]))
+        return scores
 
     def _prefill(self, items: SequenceOf[Fill], length: int) -> None:
         ids = torch.zeros((len(items), length), dtype=torch.int64)
@@ -118,6 +136,7 @@ class Decoder:
         places = self._tensor(own)
         return DecodeBatch(
             self.cache,
+            torch.arange(len(own), device=self.device),
             places,
             self._tensor(lane_rows),
             self._tensor(lanes + extra),

@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from paceline.rpc import errors
 from services.engine.embedded.decoder import Decoder
 from services.engine.embedded.rate import Rate
 from services.engine.embedded.sampler import Drawn
 from services.engine.embedded.scheduler import Scheduler, Sequence, Ticket
-from services.engine.generation import Piece, Request, check_gate
+from services.engine.generation import PauseMode, Piece, Request, check_gate
 
 log = logging.getLogger(__name__)
-
-PauseMode = Literal["in_place", "retract", "abort", "drain"]
 
 
 @dataclass

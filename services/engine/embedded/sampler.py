@@ -60,36 +60,58 @@ class Drawn:
     top_logprobs: torch.Tensor | None = None
 
 
-def draw(logits: torch.Tensor, draws: Draws) -> Drawn:
-    """Sample one token a row of logits [n, vocabulary], of any float type.
+class Sampler:
+    """Draws from scores in buffers that it keeps, because fresh pages for a large vocabulary are dear."""
 
-    The log-probability is over the whole vocabulary at the sampling temperature (at 1 for greedy rows), whether or not
-    top_k and top_p cut the choice.
-    """
-    rows, vocabulary = logits.shape
-    blocks = -(-vocabulary // _BLOCK)
-    scores = torch.full((rows, blocks * _BLOCK), float("-inf"), dtype=torch.float32, device=logits.device)
-    scores[:, :vocabulary].copy_(logits)
-    greedy = None
-    if draws.temperature is not None:
-        greedy = draws.temperature == 0
-        scores.div_(torch.where(greedy, 1.0, draws.temperature)[:, None])
-    peak = scores.amax(-1, keepdim=True)
-    weights = (scores - peak).exp_().view(rows, blocks, _BLOCK)
-    sums = weights.sum(-1)
-    log_total = sums.double().sum(-1).log().float()
-    kept = _cut(scores, weights, draws, log_total, peak)
-    if kept is not weights:
-        sums = kept.sum(-1)
-    tokens = _invert(kept, sums, uniform(draws.seeds, draws.positions))
-    if greedy is not None:
-        tokens = torch.where(greedy, scores.argmax(-1), tokens)
-    logprobs = scores.gather(-1, tokens[:, None])[:, 0] - peak[:, 0] - log_total
-    drawn = Drawn(tokens, logprobs)
-    if draws.num_top:
-        top, drawn.top_tokens = scores.topk(min(draws.num_top, vocabulary), -1)
-        drawn.top_logprobs = top - peak - log_total[:, None]
-    return drawn
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.vocabulary = vocabulary
+        self._device = device
+        self._padded = -(-vocabulary // _BLOCK) * _BLOCK
+        self._scores = self._weights = torch.empty((0, self._padded), device=device)
+
+    def scores(self, rows: int) -> torch.Tensor:
+        """A float32 buffer [rows, padded vocabulary] to write logits into; columns past the vocabulary are -inf."""
+        if len(self._scores) < rows:
+            shape = (rows, self._padded)
+            self._scores = torch.full(shape, float("-inf"), device=self._device)
+            self._weights = torch.empty(shape, device=self._device)
+        return self._scores[:rows]
+
+    def draw(self, scores: torch.Tensor, draws: Draws) -> Drawn:
+        """Sample one token a row of `scores`, which came from `scores()`, or has its shape, and is overwritten.
+
+        The log-probability is over the whole vocabulary at the sampling temperature (at 1 for greedy rows), whether or
+        not top_k and top_p cut the choice.
+        """
+        greedy = None
+        if draws.temperature is not None:
+            greedy = draws.temperature == 0
+            scores.div_(torch.where(greedy, 1.0, draws.temperature)[:, None])
+        peak = scores.amax(-1, keepdim=True)
+        flat = self._weights[: len(scores)] if len(self._weights) >= len(scores) else torch.empty_like(scores)
+        weights = torch.sub(scores, peak, out=flat).exp_().view(len(scores), -1, _BLOCK)
+        sums = weights.sum(-1)
+        log_total = sums.double().sum(-1).log().float()
+        kept = _cut(scores, weights, draws, log_total, peak)
+        if kept is not weights:
+            sums = kept.sum(-1)
+        tokens = _invert(kept, sums, uniform(draws.seeds, draws.positions))
+        if greedy is not None:
+            tokens = torch.where(greedy, scores.argmax(-1), tokens)
+        logprobs = scores.gather(-1, tokens[:, None])[:, 0] - peak[:, 0] - log_total
+        drawn = Drawn(tokens, logprobs)
+        if draws.num_top:
+            top, drawn.top_tokens = scores.topk(min(draws.num_top, self.vocabulary), -1)
+            drawn.top_logprobs = top - peak - log_total[:, None]
+        return drawn
+
+
+def draw(logits: torch.Tensor, draws: Draws) -> Drawn:
+    """Sample one token a row of logits [n, vocabulary] of any float type; see Sampler.draw."""
+    sampler = Sampler(logits.shape[1], logits.device)
+    scores = sampler.scores(len(logits))
+    scores[:, : logits.shape[1]].copy_(logits)
+    return sampler.draw(scores, draws)
 
 
 def _invert(weights: torch.Tensor, sums: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Publication:
 def sha256_of(tensor: torch.Tensor) -> str:
     """Hexadecimal SHA-256 of the tensor's little-endian bytes in row-major order."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def read_publication(directory: Path, weight_version: int) -> Publication:
