@@ -33,6 +33,7 @@ class LedgerModel:
     stream: list[str] = field(default_factory=list)
     claims: dict[int, tuple[int, int, list[str]]] = field(default_factory=dict)
     committed_step: int = 0
+    base_step: int = 0
     refused_stale: int = 0
     refused_pending: int = 0
     steps: dict[int, list[str]] = field(default_factory=dict)
@@ -107,8 +108,8 @@ class LedgerModel:
     def fail(self, group_id: str, attempt: int, max_attempts: int) -> str:
         group = self._current(group_id, attempt)
         if group is not None and group.state == "generating":
-            group.failures += 1
-            if group.failures < max_attempts:
+            group.failures += max_attempts > 0
+            if max_attempts == 0 or group.failures < max_attempts:
                 self.give_back(group)
                 return "reissued"
             group.state = "dead"
@@ -159,7 +160,7 @@ class LedgerModel:
 
     def rewind(self, step: int, reissue: bool) -> list[int] | None:
         if step < self.committed_step:
-            if not reissue:
+            if not reissue or step < self.base_step:
                 return None
             lost = [name for item in list(self.steps) if item > step for name in self.steps.pop(item)]
             lost += [name for item in list(self.claims) for name in self.claims.pop(item)[2]]
@@ -177,6 +178,7 @@ class LedgerModel:
     def restored(self) -> LedgerModel:
         """What a ledger restored from a snapshot of this one is."""
         after = copy.deepcopy(self)
+        after.base_step = self.committed_step
         for group in list(after.groups.values()):
             if group.state == "trained":
                 after.committed_step = max(after.committed_step, group.step)

@@ -6,8 +6,8 @@ for _, step in ipairs(steps) do
   for _, item in ipairs(step <= last and claim_of(step).groups or {}) do
     local state = load(item[1]).state
     if state ~= 'trained' then
-      refuse('FAILED_PRECONDITION', 'step ' .. integer(step) .. ' of run ' .. RUN .. ' cannot be committed: group ' .. item[1]
-        .. ' is ' .. state .. '; call mark_trained first')
+      refuse('FAILED_PRECONDITION', 'step ' .. integer(step) .. ' of run ' .. RUN .. ' cannot be committed: group '
+        .. item[1] .. ' is ' .. state .. '; call mark_trained first')
     end
   end
 end

@@ -49,11 +49,11 @@ end
 local function need_ledger()
   local id = call('HGET', META, 'ledger_id')
   if not id then
-    refuse('FAILED_PRECONDITION', 'ledger of run ' .. RUN .. ' is gone (Redis lost its data, or the run never started); '
-      .. 'restart the trainer to restore it from the last checkpoint')
+    refuse('FAILED_PRECONDITION', 'ledger of run ' .. RUN .. ' is gone (Redis lost its data, or the run never started)'
+      .. '; restart the trainer to restore it from the last checkpoint')
   elseif LEDGER_ID ~= '' and id ~= LEDGER_ID then
-    refuse('FAILED_PRECONDITION', 'ledger of run ' .. RUN .. ' was replaced after Redis lost its data; what this process '
-      .. 'holds is void: restart it')
+    refuse('FAILED_PRECONDITION', 'ledger of run ' .. RUN .. ' was replaced after Redis lost its data; what this '
+      .. 'process holds is void: restart it')
   end
 end
 

@@ -1,4 +1,4 @@
--- ARGV: identity, snapshot (JSON), ledger_id. Puts the ledger back unless it is here and at least as new as the snapshot.
+-- ARGV: identity, snapshot (JSON), ledger_id. Puts the ledger back unless it is here and not older.
 local snapshot = cjson.decode(ARGV[2])
 local present = call('HMGET', META, 'lineage', 'sequence')
 if present[1] == snapshot.lineage and tonumber(present[2]) >= snapshot.sequence then
@@ -10,7 +10,8 @@ call('XGROUP', 'CREATE', SAMPLES, CONSUMERS, '0', 'MKSTREAM')
 local committed_step = snapshot.committed_step
 call('HSET', META, 'ledger_id', ARGV[3], 'lineage', snapshot.lineage, 'dataset_size', integer(snapshot.dataset_size),
   'epochs', integer(snapshot.epochs), 'cursor', integer(snapshot.cursor), 'issued', integer(snapshot.issued),
-  'sequence', integer(snapshot.sequence), 'refused_stale', integer(snapshot.refused_stale), 'refused_pending', '0')
+  'base_step', integer(committed_step), 'sequence', integer(snapshot.sequence),
+  'refused_stale', integer(snapshot.refused_stale), 'refused_pending', '0')
 for name, count in pairs(snapshot.settled) do
   call('HSET', META, name, integer(count), 'base:' .. name, integer(count))
 end

@@ -1,4 +1,4 @@
--- ARGV: identity, step, reissue_committed (0 or 1). Brings the ledger to a trainer that was loaded from checkpoint `step`.
+-- ARGV: identity, step, reissue_committed (0 or 1). Brings the ledger to a trainer that was loaded from a checkpoint.
 -- Returns the later steps whose claims will be replayed.
 need_ledger()
 local step, committed = tonumber(ARGV[2]), meta('committed_step')
