@@ -22,6 +22,13 @@ from services.engine.generation import PauseMode, Piece, Request, check_gate
 log = logging.getLogger(__name__)
 
 
+def _promise() -> Future[Any]:
+    """A future that only the decode thread ends: a waiter that gives up must not cancel it under the thread's hands."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass
 class Event:
     """What happened to a request: it left the queue, has pieces, or ended with an error."""
@@ -65,7 +72,7 @@ class DecodeLoop:
         self._swap: _Swap | None = None
         self._events: dict[Ticket, Event] = {}
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
-        self.ended: Future[None] = Future()
+        self.ended: Future[None] = _promise()
 
     def start(self) -> None:
         self._thread.start()
@@ -77,7 +84,7 @@ class DecodeLoop:
 
     def post(self, work: Callable[[], Any]) -> Future[Any]:
         """Run `work` in the thread, between two steps."""
-        future: Future[Any] = Future()
+        future: Future[Any] = _promise()
 
         def run() -> None:
             try:
@@ -105,7 +112,7 @@ class DecodeLoop:
 
     def pause(self, mode: PauseMode, seconds: float) -> Future[int]:
         """Hold generation. The future has the number of samples held, once none is being computed in mode drain."""
-        held: Future[int] = Future()
+        held: Future[int] = _promise()
 
         def begin() -> None:
             self._resolve_pause()
@@ -129,7 +136,7 @@ class DecodeLoop:
 
         Requests that ask for exactly the version before are waited for, whatever the mode; after `seconds` they end.
         """
-        done: Future[float] = Future()
+        done: Future[float] = _promise()
 
         def begin() -> None:
             self._swap = _Swap(weight_version, mode, install, done, time.monotonic() + seconds)
