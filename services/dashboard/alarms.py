@@ -104,11 +104,17 @@ def of_fleet(members: Sequence[MemberView], run: RunView) -> list[Alarm]:
         elif member.health == "failed":
             title = f"{member.member_id} reports FAILED"
             alarms.append(Alarm(level="critical", title=title, text="It does no work in this state.", knob="its log"))
-        elif member.service == "engine" and member.behind >= BEHIND_VERSIONS:
-            text = f"It serves version {member.weight_version}, {member.behind} behind the newest."
-            title = f"{member.member_id} lags"
-            alarms.append(Alarm(level="warning", title=title, text=text, knob="engine.pause_mode, weights.transport"))
-    return alarms
+    return alarms + _lagging([item for item in members if item.health == "ok" and item.behind >= BEHIND_VERSIONS])
+
+
+def _lagging(engines: Sequence[MemberView]) -> list[Alarm]:
+    if not engines:
+        return []
+    worst = max(engines, key=lambda item: item.behind)
+    others = f" and {len(engines) - 1} more lag" if len(engines) > 1 else " lags"
+    text = f"{worst.member_id} serves version {worst.weight_version}, {worst.behind} behind the newest."
+    knob = "the engine's log; engine.pause_mode, weights.transport"
+    return [Alarm(level="warning", title=f"{worst.member_id}{others}", text=text, knob=knob)]
 
 
 def of_ledger(ledger: LedgerView | None) -> list[Alarm]:

@@ -73,7 +73,7 @@ class Follower:
                 request = pb.WatchMembersRequest(run_id=self._state.run_id)
                 async for response in self._stub.WatchMembers(request, timeout=STREAM_SECONDS):
                     self._state.members_source.reached()
-                    activity.set(f"following {len(response.members)} members")
+                    _does(activity, f"following {len(response.members)} members")
                     self._note(response.header)
                     self._state.set_members(list(response.members))
             await asyncio.sleep(self._every / 2)
@@ -91,12 +91,14 @@ class Follower:
         """The ledger account into the live state, and into the store when it changed."""
         activity = self._board.activity("ledger")
         stored = ""
-        while True:
+        # asyncio.wait_for of Python 3.11, which redis sends with, can swallow a cancellation; this notices it.
+        this = asyncio.current_task()
+        while this is None or not this.cancelling():
             async with self._attempt(self._state.ledger_source, activity, "Redis"):
                 async with asyncio.timeout(5):
                     self._state.account = await account()
                 self._state.ledger_source.reached()
-                activity.set("reading the account")
+                _does(activity, "reading the account")
                 body = json.dumps(self._state.account)
                 if body != stored:
                     await self._save(self._store.put_account(time.time(), body))
@@ -126,7 +128,7 @@ class Follower:
         try:
             while (batch := await _batch(incoming)) is not None:
                 self._state.steps_source.reached()
-                activity.set("following step records")
+                _does(activity, "following step records")
                 await self._take(batch)
             await reading
         finally:
@@ -155,7 +157,7 @@ class Follower:
                 response = await self._stub.GetRun(pb.GetRunRequest(run_id=self._state.run_id), timeout=5)
                 self._state.run = response.run
                 self._note(response.header)
-                activity.set("")
+                _does(activity, "")
             await asyncio.sleep(3 * self._every)
 
     async def _poll(self, item: FollowedMember) -> None:
@@ -168,10 +170,11 @@ class Follower:
                 item.load = await engine_grpc.EngineServiceStub(channel).GetLoad(
                     engine_pb.GetLoadRequest(), timeout=STATUS_SECONDS
                 )
+                item.last_version = item.load.weight_version
             item.source.reached()
         except grpc.aio.AioRpcError as error:
             item.load = None
-            item.source.failed(f"{error.code().name}: {error.details() or 'no details'}")
+            item.source.failed(_say(error))
 
     async def _sample(self, live: list[FollowedMember]) -> None:
         ranks = [item.load.ranks for item in live if item.member.service == "engine" and item.load is not None]
@@ -212,13 +215,25 @@ class Follower:
         except grpc.aio.AioRpcError as error:
             # Our own limit on a stream is no failure of the other side.
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or not source.ok:
-                failure = f"{error.code().name}: {error.details() or 'no details'}"
+                failure = _say(error)
         except (errors.PacelineError, redis.exceptions.RedisError, OSError, TimeoutError) as error:
             failure = str(error) or "no answer in time"
         if failure:
             source.failed(failure)
             with activity.waiting(f"{whom}: {failure}"):
                 await asyncio.sleep(self._every / 2)
+
+
+def _say(error: grpc.aio.AioRpcError) -> str:
+    """The code and the last cause; gRPC puts a long list of attempts before it."""
+    cause = (error.details() or "no details").rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+    return f"{error.code().name}: {cause}"
+
+
+def _does(activity: Activity, doing: str) -> None:
+    """Say what is done, without a new start of the same."""
+    if activity.doing != doing:
+        activity.set(doing)
 
 
 async def _batch(incoming: asyncio.Queue[pb.WatchStepsResponse | None]) -> list[pb.WatchStepsResponse] | None:

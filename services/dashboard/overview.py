@@ -126,7 +126,7 @@ def _member(item: FollowedMember, newest: int, now: float) -> MemberView:
         health = "failed"
     elif item.shown_state in ("STARTING", "SYNCING"):
         health = "starting"
-    version = item.load.weight_version if item.load else member.weight_version
+    version = item.load.weight_version if item.load else item.last_version or member.weight_version
     is_engine = member.service == "engine"
     ranks = item.load.ranks if item.load else []
     return MemberView(
@@ -153,8 +153,9 @@ def _waits(state: LiveState, now: float) -> list[WaitView]:
     for item in state.members.values():
         if item.status is None or item.gone_since is not None or not item.source.ok:
             continue
+        is_us = item.member.service == "dashboard"
         for part in item.status.activities:
-            if not part.waiting_for and (part.name == "membership" or not part.doing):
+            if not part.waiting_for and (part.name == "membership" or not part.doing or is_us):
                 continue
             remaining = part.deadline_time.ToMilliseconds() / 1e3 - now if part.HasField("deadline_time") else None
             view = WaitView(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -80,7 +81,10 @@ def open_reader(path: Path) -> sqlite3.Connection:
     """Open the file for reading, whether or not a writer has it open. FileNotFoundError when there is none."""
     if not path.exists():
         raise FileNotFoundError(f"no telemetry at {path}: did the run's dashboard ever start?")
-    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5, check_same_thread=False)
+    # A reader needs the write-ahead log's index beside the file, which a folder without write permission cannot take.
+    frozen = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
+    options = "mode=ro&immutable=1" if frozen else "mode=ro"
+    connection = sqlite3.connect(f"file:{path}?{options}", uri=True, timeout=5, check_same_thread=False)
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA query_only = 1")
     return connection

@@ -42,6 +42,8 @@ class FollowedMember:
     source: Source
     status: status_pb.GetStatusResponse | None = None
     load: engine_pb.GetLoadResponse | None = None
+    last_version: int = 0
+    """The newest weight version that an engine itself reported."""
     gone_since: float | None = None
     """When it left the membership; None while it is in it."""
 

@@ -137,7 +137,7 @@ class WebServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, bound: socket.socket, before_end: Callable[[], Awaitable[None]]) -> None:
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         )
         self._bound = bound
         self._before_end = before_end
@@ -154,17 +154,19 @@ class WebServer(uvicorn.Server):
         finally:
             await self._before_end()
             self.should_exit = True
-            await asyncio.wait([serving], timeout=5)
+            await asyncio.wait([serving], timeout=2.5)
 
 
 def bind(listen: str) -> socket.socket:
-    """A bound TCP socket on host:port. OSError names a port that is taken."""
+    """A listening TCP socket on host:port. OSError names a port that is taken."""
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, int(port)))
+        # From here on pages may connect; they are answered as soon as the server runs.
+        bound.listen(128)
     except OSError as error:
         bound.close()
         raise OSError(f"dashboard.listen = {listen!r}: {error.strerror}") from error

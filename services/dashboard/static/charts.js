@@ -3,7 +3,7 @@
 import { element, number, setText } from "./format.js";
 
 const ALL = [];
-const MANY_BARS = 160;
+const LEAST_BAR = 6; // pixels; below it a stack is drawn as areas
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
@@ -106,10 +106,10 @@ export class Chart {
         drag: { x: true, y: false, dist: 8 },
         y: false,
       },
-      scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: this.yScale() },
+      scales: { x: { time: false, range: (u, low, high) => (this.stacked || low === high ? [low - 0.5, high + 0.5] : [low, high]) }, y: this.yScale() },
       axes: [
-        { ...text, grid: { show: false }, size: 26, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], values: (u, ticks) => ticks.map((tick) => tick.toLocaleString("en-US")) },
-        { ...text, grid, size: 46, space: this.log ? 22 : 30, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+        { ...text, grid: { show: false }, size: 26, space: 44, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], values: (u, ticks) => ticks.map((tick) => tick.toLocaleString("en-US")) },
+        { ...text, grid, size: 46, space: 24, ...(this.log && { splits: powers }), values: (u, ticks, axis, space, step) => ticks.map((tick) => this.tick(tick, step)) },
       ],
       series: [{}, ...this.lines()],
       bands: this.bands(),
@@ -121,6 +121,14 @@ export class Chart {
       },
     };
     this.plot = new uPlot(options, this.data, this.body);
+  }
+
+  tick(value, step) {
+    if (value === null) return "";
+    if (this.log) return value >= 0.001 ? String(Number(value.toPrecision(1))) : `1e−${-Math.round(Math.log10(value))}`;
+    if (Math.abs(value) >= 1e4) return number(value) + this.unit;
+    const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(step) - 1e-9) + (/^0*[.]?0*25/.test(String(step)) ? 1 : 0)));
+    return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }) + this.unit;
   }
 
   yScale() {
@@ -149,7 +157,7 @@ export class Chart {
     if (this.stacked) {
       const bars = uPlot.paths.bars({ size: [0.8, 26, 1], gap: 0 });
       const areas = uPlot.paths.linear();
-      const paths = (u, index, from, to) => (to - from > MANY_BARS ? areas : bars)(u, index, from, to);
+      const paths = (u, index, from, to) => (u.bbox.width / devicePixelRatio / (to - from + 1) < LEAST_BAR ? areas : bars)(u, index, from, to);
       return this.series
         .map((item) => ({ stroke: colour(item.colour), fill: colour(item.colour), width: 0, points: { show: false }, paths }))
         .reverse();
@@ -193,7 +201,7 @@ export class Chart {
       ctx.fillStyle = colour("ink-3");
       ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
       ctx.textAlign = "right";
-      ctx.fillText(`alarm ${item.alarm}`, bbox.left + bbox.width - 2, y - 4 * devicePixelRatio);
+      ctx.fillText(`alarm ${item.alarm}`, bbox.left + bbox.width - 2, y - 5 * devicePixelRatio);
       ctx.restore();
     }
   }
@@ -223,7 +231,8 @@ export class Chart {
     event.preventDefault();
     const now = this.plot.cursor.idx ?? last;
     const index = Math.max(0, Math.min(last, now + step));
-    this.plot.setCursor({ left: this.plot.valToPos(this.columns.x[index], "x"), top: 10 });
+    const left = Math.max(0, this.plot.valToPos(this.columns.x[index], "x"));
+    this.plot.setCursor({ left, top: 10 }, true, true);
     this.said.textContent = `step ${this.columns.x[index]}: ${this.series
       .map((item, which) => `${item.label} ${this.values[which].textContent}`)
       .join(", ")}`;
@@ -233,6 +242,12 @@ export class Chart {
     const width = this.body.clientWidth;
     if (this.plot && width && Math.abs(width - this.plot.width) > 1) this.plot.setSize({ width, height: this.height });
   }
+}
+
+// One line a power of ten; those between only make noise.
+function powers(u, axis, low, high) {
+  const first = Math.round(Math.log10(low));
+  return Array.from({ length: Math.round(Math.log10(high)) - first + 1 }, (_, at) => 10 ** (first + at));
 }
 
 function lastIndex(column) {

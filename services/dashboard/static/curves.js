@@ -91,6 +91,7 @@ export class Curves {
       seconds: {
         title: "Step time",
         height: 212,
+        unit: " s",
         stacked: true,
         series: PHASES.map(([key, , label, colour]) => ({ key, label, colour, format: duration })),
       },

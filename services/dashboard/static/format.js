@@ -35,6 +35,7 @@ export function percent(share) {
 // 0.34 s, 12 s, 3 min 20 s, 2 h 05 min, 3 d 4 h
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds === 0) return "0 s";
   if (seconds < 0.001) return "<1 ms";
   if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
@@ -47,7 +48,8 @@ export function duration(seconds) {
 }
 
 export function ago(seconds) {
-  return seconds < 1.5 ? "now" : `${duration(Math.round(seconds))} ago`;
+  if (seconds < 1.5) return "now";
+  return seconds < 60 ? `${Math.round(seconds)} s ago` : `${duration(seconds)} ago`;
 }
 
 export function clock(unix) {

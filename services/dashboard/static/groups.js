@@ -9,7 +9,7 @@ const PHASES = [
   ["trainer.buffer_wait", "buffer", "other"],
   ["trainer.train_group", "train", "train"],
 ];
-const SERVICE_COLOURS = { rollout: "wait", engine: "wait-2", router: "publish", reward: "optimizer", trainer: "train" };
+const COLOURS = { "rollout.group": "checkpoint", "engine.generate": "wait", "router.generate": "wait-2", "reward.score": "optimizer" };
 
 export class Groups {
   constructor() {
@@ -67,7 +67,7 @@ export class Groups {
       return element("table", {}, element("caption", { class: "unseen" }, "Groups whose rollout ended last"), element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows));
     });
     if (!this.selected) {
-      render(byId("group"), "hint", () => element("p", { class: "hint" }, "Choose a group to see its life: generate, score, put, wait in the buffer, train."));
+      render(byId("group"), this.rows.length, () => this.rows.length && element("p", { class: "hint" }, "Choose a group to see its life: generate, score, put, wait in the buffer, train."));
     }
   }
 
@@ -151,7 +151,7 @@ function spanRow(span, total) {
   const left = (100 * span.start) / total;
   const width = Math.max(0.3, (100 * span.duration) / total);
   const phase = PHASES.find(([name]) => name === span.name);
-  const colour = phase ? phase[2] : SERVICE_COLOURS[span.service] || "other";
+  const colour = phase ? phase[2] : COLOURS[span.name] || "other";
   const outside = left + width > 82;
   const words = [span.member, ...attributes, span.error].filter(Boolean).join(" · ");
   return element(

@@ -15,7 +15,7 @@ let revision = 0;
 
 function take(view) {
   heard = Date.now();
-  showOverview(view, curves.last?.values.reward_mean ?? null);
+  showOverview(view, curves.last);
   if (view.telemetry.stored !== spans) {
     spans = view.telemetry.stored;
     groups.refresh();

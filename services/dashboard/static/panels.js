@@ -17,13 +17,15 @@ const FATES = [
   ["dead", "dead", "bad"],
 ];
 
-export function showOverview(view, reward) {
-  showHead(view, reward);
+// `last` is the newest training record that the curves show, null when there is none.
+export function showOverview(view, last) {
+  const empty = Boolean(view.awaiting) && !last;
+  showHead(view, last?.values.reward_mean ?? null);
   showSources(view.sources);
-  byId("empty").hidden = !view.awaiting;
-  byId("verdict").hidden = Boolean(view.awaiting);
-  byId("curves").hidden = Boolean(view.awaiting);
-  if (view.awaiting) showEmpty(view);
+  byId("empty").hidden = !empty;
+  byId("verdict").hidden = view.verdict.kind === "none";
+  byId("curves").hidden = empty;
+  if (empty) showEmpty(view);
   else showVerdict(view.verdict);
   showEngines(view);
   showOthers(view.members);
@@ -57,7 +59,12 @@ function showHead({ run, alarms }, reward) {
 }
 
 function showSources(sources) {
-  const failed = sources.filter((source) => !source.ok);
+  const failed = [];
+  for (const source of sources.filter((each) => !each.ok)) {
+    const same = failed.find((each) => each.error === source.error);
+    if (same) same.name += ` and the ${source.name}`;
+    else failed.push({ ...source });
+  }
   byId("sources").hidden = !failed.length;
   render(byId("sources"), failed.map((source) => [source.name, source.error, Math.floor(source.seconds)]), () =>
     failed.map((source) =>

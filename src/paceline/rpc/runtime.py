@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 EXIT_FAILED = 1
+_CANCEL_SECONDS = 3.0
 
 
 class ServiceContext:
@@ -124,8 +125,12 @@ class ServiceContext:
         tasks = {asyncio.create_task(work, name=name) for name, work in self._tasks}
         tasks.add(asyncio.create_task(self._stopping.wait(), name="stop"))
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
+        unheard = pending
+        while unheard:
+            # asyncio.wait_for of Python 3.11, which redis sends with, can swallow a cancellation; so ask again.
+            for task in unheard:
+                task.cancel()
+            _, unheard = await asyncio.wait(unheard, timeout=_CANCEL_SECONDS)
         results = await asyncio.gather(*pending, return_exceptions=True)
         failed = [task for task in done if task.exception() is not None]
         for task in failed:

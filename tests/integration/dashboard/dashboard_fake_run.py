@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import grpc.aio
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -26,7 +29,9 @@ from paceline.rpc.errors import NotFound
 from paceline.rpc.server import RpcServer
 from paceline.rpc.status import StatusBoard, timestamp
 from paceline.telemetry import names
+from paceline.testing.processes import ServiceProcess, service_process
 
+T = TypeVar("T")
 RUN = "arithmetic-1"
 
 
@@ -46,6 +51,8 @@ source = {{ name = "jsonl", path = "prompts.jsonl" }}
 max_staleness = {run.get("max_staleness", 1)}
 [[reward.graders]]
 name = "exact_match"
+[dashboard]
+listen = "{run.get("listen", "127.0.0.1:0")}"
 """)
     return path
 
@@ -152,6 +159,7 @@ class FakeRun:
     coordinator: FakeCoordinator
     address: str = ""
     members: dict[str, FakeMember] = field(default_factory=dict)
+    _server: RpcServer = field(init=False)
 
     async def add(self, member_id: str, state: str = "READY") -> FakeMember:
         """Start and register a member."""
@@ -181,6 +189,17 @@ class FakeRun:
         wait = self.members["trainer-0"].board.activity("loop")
         wait.waiting_for, wait.since = "8 groups of step 35 (5 are there)", time.time() - 4.2
         await self.coordinator.announce()
+
+    async def start_coordinator(self) -> None:
+        """Serve, on the same port as before."""
+        self._server = RpcServer(StatusBoard("coordinator", "coordinator-0", str(time.time()), RUN, state="READY"))
+        pb_grpc.add_CoordinatorServiceServicer_to_server(self.coordinator, self._server.server)
+        self.address = self._server.bind(self.address or "127.0.0.1:0")
+        await self._server.start()
+
+    async def stop_coordinator(self) -> None:
+        """Go away; what it knows stays."""
+        await self._server.stop(0)
 
     async def vanish(self, member_id: str) -> None:
         """The process dies: its port is closed, its lease runs on."""
@@ -237,19 +256,14 @@ def evaluation_record(step: int) -> pb.StepRecord:
 @asynccontextmanager
 async def fake_run(num_steps: int = 100) -> AsyncIterator[FakeRun]:
     """A coordinator that serves, and whatever members are added; all stopped at the end."""
-    coordinator = FakeCoordinator(num_steps)
-    board = StatusBoard("coordinator", "coordinator-0", "1", RUN, state="READY")
-    server = RpcServer(board)
-    pb_grpc.add_CoordinatorServiceServicer_to_server(coordinator, server.server)
-    run = FakeRun(coordinator, server.bind("127.0.0.1:0"))
-    await server.start()
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(server.stop, 0)
-        try:
-            yield run
-        finally:
-            for member in run.members.values():
-                await member.server.stop(0)
+    run = FakeRun(FakeCoordinator(num_steps))
+    await run.start_coordinator()
+    try:
+        yield run
+    finally:
+        await run.stop_coordinator()
+        for member in run.members.values():
+            await member.server.stop(0)
 
 
 class Spans:
@@ -347,3 +361,36 @@ class Spans:
     def close(self) -> None:
         for provider in self._providers.values():
             provider.shutdown()
+
+
+@asynccontextmanager
+async def dashboard(run: FakeRun, folder: Path, redis_url: str, **settings: object) -> AsyncIterator[ServiceProcess]:
+    """The dashboard process of a fake run, which keeps its store in `folder`."""
+    run_file = write_run_file(folder, steps=run.coordinator.run.num_steps, **settings)
+    flags = ("--member-id", "dashboard-0")
+    async with service_process("dashboard", run_file, *flags, redis_url=redis_url, coordinator=run.address) as (
+        process,
+        _,
+    ):
+        yield process
+
+
+async def until(ask: Callable[[], Awaitable[T | None]], what: str, seconds: float = 20.0) -> T:
+    """Ask until the answer is something; fail with `what` when it is not in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        answer = await ask()
+        if answer:
+            return answer
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"not within {seconds:.0f} s: {what}")
+
+
+async def get(process: ServiceProcess, path: str) -> Any:
+    """What the dashboard's API answers, decoded."""
+
+    def ask() -> Any:
+        with urllib.request.urlopen(f"http://{process.labels['http_address']}/api/{path}", timeout=5) as answer:
+            return json.load(answer)
+
+    return await asyncio.to_thread(ask)
