@@ -24,7 +24,7 @@ class TakenOver(RuntimeError):
 
 
 class Membership:
-    """Keeps a member registered. `run` goes on for ever; it raises TakenOver when another process took the member id."""
+    """Keeps a member registered. `run` raises TakenOver when another process took the member id."""
 
     def __init__(
         self, stub: pb_grpc.CoordinatorServiceAsyncStub, board: StatusBoard, address: str, labels: dict[str, str],

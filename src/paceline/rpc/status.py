@@ -95,7 +95,7 @@ class StatusServer(status_grpc.StatusServiceServicer):
     def __init__(self, board: StatusBoard) -> None:
         self._board = board
 
-    async def GetStatus(  # noqa: N802
+    async def GetStatus(
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> status_pb2.GetStatusResponse:
         return self._board.snapshot()
