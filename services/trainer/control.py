@@ -10,6 +10,7 @@ from typing import Any
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.weights.v1 import weights_pb2
 from paceline.ids import new_id
+from paceline.rpc import errors
 from paceline.rpc.following import STREAM_SECONDS, follow
 from paceline.rpc.status import Activity
 from services.trainer.checkpoint import Checkpoint
@@ -30,6 +31,16 @@ class Control:
         self._incarnation = incarnation
         self._activity = activity
         self._fence = 0
+
+    async def ensure_run(self, config_digest: str, num_steps: int) -> None:
+        """Create the run unless a launcher did, so that a trainer started by hand needs nobody else."""
+        try:
+            await self._call("GetRun", pb.GetRunRequest(run_id=self._run_id))
+        except errors.NotFound:
+            request = pb.CreateRunRequest(
+                request_id=new_id(), run_id=self._run_id, config_digest=config_digest, num_steps=num_steps
+            )
+            await self._call("CreateRun", request)
 
     async def acquire(self) -> weights_pb2.WeightVersion | None:
         """Take the fence; the newest committed version, if there is one."""

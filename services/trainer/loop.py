@@ -112,6 +112,7 @@ class TrainingLoop:
 
     async def _start(self) -> None:
         parts = self._parts
+        await parts.control.ensure_run(parts.config.digest(), self._steps)
         await parts.control.acquire()
         recovery = Recovery(
             parts.worker, parts.backend, parts.checkpoints, parts.control, parts.ledger, parts.stream, self._activity

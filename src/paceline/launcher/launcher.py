@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
+from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as pb_grpc
 from paceline.config import RunFile
 from paceline.config.place import SERVICES
+from paceline.ids import new_id
 from paceline.launcher.process import EXIT_CONFIG, Child, Spec, StartFailed
 from paceline.launcher.redis_server import RedisServer
+from paceline.rpc.client import open_channel
 
 Notify = Callable[[str], None]
 
@@ -53,6 +57,17 @@ class Launcher:
                 )
             else:
                 await self._start_service(service, 0)
+            if service == "coordinator":
+                await self._create_run()
+
+    async def _create_run(self) -> None:
+        """Open the run, or open it again, before its members look at it."""
+        request = pb.CreateRunRequest(
+            request_id=new_id(), run_id=self.config.run.name, config_digest=self.config.digest(),
+            num_steps=self.config.run.steps, resume=True,
+        )  # fmt: skip
+        async with open_channel(self.addresses["coordinator-0"]) as channel:
+            await pb_grpc.CoordinatorServiceStub(channel).CreateRun(request, timeout=10.0)  # type: ignore[misc]
 
     async def _start_redis(self) -> None:
         for attempt in range(5):
