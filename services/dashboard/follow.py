@@ -24,6 +24,7 @@ from paceline.api.engine.v1 import engine_service_pb2 as engine_pb
 from paceline.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
 from paceline.rpc import errors
 from paceline.rpc.client import open_channel
+from paceline.rpc.members import MemberWatch
 from paceline.rpc.status import Activity, StatusBoard
 from services.dashboard.state import FollowedMember, LiveState, Source
 from services.dashboard.store import FleetSample, StepRow, Store
@@ -68,19 +69,17 @@ class Follower:
     async def follow_members(self) -> None:
         """The membership into the live state."""
         activity = self._board.activity("members")
-        while True:
-            async with self._attempt(self._state.members_source, activity, "coordinator"):
-                request = pb.WatchMembersRequest(run_id=self._state.run_id)
-                async for response in self._stub.WatchMembers(request, timeout=STREAM_SECONDS):
-                    self._state.members_source.reached()
-                    _does(activity, f"following {len(response.members)} members")
-                    self._note(response.header)
-                    self._state.set_members(list(response.members))
-            await asyncio.sleep(self._every / 2)
+        async for members in MemberWatch(self._stub, self._state.run_id, "", activity):
+            self._state.members_source.reached()
+            self._state.set_members(members)
 
     async def poll_members(self) -> None:
         """Status of every process and load of every engine, once a second."""
+        watch = self._board.activity("members")
         while True:
+            # MemberWatch never fails; what keeps it from its stream stands in its activity only.
+            if watch.waiting_for:
+                self._state.members_source.failed(watch.waiting_for)
             live = [item for item in self._state.members.values() if item.gone_since is None]
             await asyncio.gather(*map(self._poll, live))
             await self._close_unused()

@@ -47,6 +47,12 @@ export function duration(seconds) {
   return `${Math.floor(minutes / 1440)} d ${Math.floor((minutes % 1440) / 60)} h`;
 }
 
+// Of something that goes on: whole seconds.
+export function since(seconds) {
+  const full = Math.floor(seconds);
+  return full < 60 ? `${full} s` : duration(full);
+}
+
 export function ago(seconds) {
   if (seconds < 1.5) return "now";
   return seconds < 60 ? `${Math.round(seconds)} s ago` : `${duration(seconds)} ago`;

@@ -1,7 +1,7 @@
 // Loads what there is, then follows the live stream. A lost connection is shown and taken up again where it broke.
 
 import { Curves } from "./curves.js";
-import { byId, duration, setText } from "./format.js";
+import { byId, setText, since } from "./format.js";
 import { Groups } from "./groups.js";
 import { showOverview } from "./panels.js";
 
@@ -53,7 +53,7 @@ function showLink() {
   const lost = heard && silent > QUIET_SECONDS;
   link.dataset.state = !heard ? "wait" : lost ? "lost" : "live";
   document.body.classList.toggle("lost", Boolean(lost));
-  setText(link, !heard ? "connecting" : lost ? `no answer for ${duration(Math.floor(silent))}` : "live");
+  setText(link, !heard ? "connecting" : lost ? `no answer for ${since(silent)}` : "live");
 }
 
 async function start() {

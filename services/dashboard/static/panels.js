@@ -1,7 +1,7 @@
 // Everything of the overview that is not a curve: head, verdict, engines, waits, ledger, alarms, sources.
 
 import { PHASES } from "./curves.js";
-import { byId, duration, element, number, percent, plural, render, setText, whole } from "./format.js";
+import { byId, duration, element, number, percent, plural, render, setText, since, whole } from "./format.js";
 
 const SERVICES = ["coordinator", "trainer", "rollout", "engine", "router", "reward"];
 const WAITS_SHOWN = 9;
@@ -68,7 +68,7 @@ function showSources(sources) {
   byId("sources").hidden = !failed.length;
   render(byId("sources"), failed.map((source) => [source.name, source.error, Math.floor(source.seconds)]), () =>
     failed.map((source) =>
-      element("p", {}, element("b", {}, `The ${source.name} cannot be read`), ` for ${duration(source.seconds)}. `, element("span", { class: "cause" }, source.error)),
+      element("p", {}, element("b", {}, `The ${source.name} cannot be read`), ` for ${since(source.seconds)}. `, element("span", { class: "cause" }, source.error)),
     ),
   );
 }
@@ -131,8 +131,8 @@ function key(label, value, colour) {
 function healthWords(member) {
   if (member.health === "ok") return member.state === "READY" ? "ready" : member.state.toLowerCase();
   if (member.health === "starting") return member.state.toLowerCase();
-  const since = member.since_seconds === null ? "" : ` for ${duration(Math.floor(member.since_seconds))}`;
-  return { failed: "failed", silent: `silent${since}`, left: "left", lost: `gone${since}` }[member.health];
+  const time = member.since_seconds === null ? "" : ` for ${since(member.since_seconds)}`;
+  return { failed: "failed", silent: `silent${time}`, left: "left", lost: `gone${time}` }[member.health];
 }
 
 function healthMark(member) {
@@ -207,7 +207,7 @@ function showWaits(waits) {
         { data: { waits: String(Boolean(wait.waiting_for)) } },
         element("span", { class: "who" }, element("b", {}, wait.member_id), ` ${wait.part}`),
         element("span", { class: "what" }, wait.waiting_for ? element("em", {}, "waits for ") : null, wait.waiting_for || wait.doing),
-        element("span", { class: "since" }, duration(Math.max(1, Math.floor(wait.seconds)))),
+        element("span", { class: "since" }, since(Math.max(1, wait.seconds))),
       ),
     );
     if (waits.length > some.length) rows.push(element("li", { class: "none" }, `and ${waits.length - some.length} more`));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import sys
 import urllib.error
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,8 @@ async def test_foreign_pages_cannot_read_the_run(tmp_path: Path, redis_url: str)
         assert policy is not None and "default-src 'self'" in policy
 
 
-async def test_the_dashboard_starts_without_torch(tmp_path: Path) -> None:
+async def test_the_dashboard_starts_without_torch() -> None:
     code = "import sys, services.dashboard.__main__; assert 'torch' not in sys.modules"
-    process = await asyncio.create_subprocess_exec("python", "-c", code, stderr=asyncio.subprocess.PIPE)
-    assert await process.wait() == 0
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
+    _, complaint = await process.communicate()
+    assert process.returncode == 0, complaint.decode()
