@@ -116,7 +116,9 @@ def _decode(
     own, own_weight = partial_attention(
         folded, store.own_keys[:rows, :, :own_length], store.own_values[:rows, :, :own_length], batch.own_mask, scale
     )
-    joined = torch.lerp(own.float(), out.float(), torch.sigmoid(weight - own_weight)[..., None])
+    # Spread before the sigmoid: on a CPU the last few elements of an odd count go through another exp than the rest.
+    share = (weight - own_weight)[..., None].expand(-1, -1, -1, size).contiguous().sigmoid()
+    joined = torch.lerp(own.float(), out.float(), share)
     return joined.to(query.dtype).view(rows, heads, 1, size)
 
 

@@ -13,6 +13,9 @@ import torch
 STEP = 32
 """Key lengths are padded to multiples of this: then trailing masked keys do not change a result bit on a CPU."""
 
+_ALIGNMENT = 64
+"""As torch aligns; another alignment may change the rounding of a matrix product."""
+
 
 def padded(length: int, step: int = STEP) -> int:
     """The next multiple of `step`."""
@@ -71,4 +74,6 @@ def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     if like.device.type != "cpu":
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     num_bytes = int(np.prod(shape)) * like.element_size()
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like.dtype).view(shape)
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[first : first + num_bytes]).view(like.dtype).view(shape)

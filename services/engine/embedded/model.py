@@ -27,6 +27,9 @@ def load_model(path: str, dtype: str, device: str, max_length: int) -> Any:
         path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
     )
     model.eval().requires_grad_(False).to(device)
+    for parameter in model.parameters():
+        # Out of the mapped file: its tensors stand at odd addresses, where matrix products are slower and round otherwise.
+        parameter.data = parameter.data.clone()
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and window < max_length:

@@ -91,7 +91,7 @@ class Sampler:
         flat = self._weights[: len(scores)] if len(self._weights) >= len(scores) else torch.empty_like(scores)
         weights = torch.sub(scores, peak, out=flat).exp_().view(len(scores), -1, _BLOCK)
         sums = weights.sum(-1)
-        log_total = sums.double().sum(-1).log().float()
+        log_total = _log(sums.double().sum(-1)).float()
         kept = _cut(scores, weights, draws, log_total, peak)
         if kept is not weights:
             sums = kept.sum(-1)
@@ -128,6 +128,11 @@ def _invert(weights: torch.Tensor, sums: torch.Tensor, noise: torch.Tensor) -> t
     # Rounding may point past the last token that can be drawn; that token is then meant.
     last = torch.searchsorted(inner, inner[:, -1:].contiguous())
     return block * _BLOCK + torch.minimum(within, last)[:, 0]
+
+
+def _log(values: torch.Tensor) -> torch.Tensor:
+    """Logarithm of [n], each as if there were many: a CPU takes another log for what is left over of a vector."""
+    return values[:, None].expand(-1, 32).contiguous().log()[:, 0]
 
 
 def _cut(
