@@ -79,7 +79,7 @@ class StepTrainer:
         rate = learning_rate(self._config.optimizer, step, self._total_steps)
         result.values[names.LEARNING_RATE] = rate
         updates = _Updates()
-        policy = self._policy_first(episodes, estimate.values, result)
+        policy = self._policy_first(episodes, estimate.values, updates, result)
         cuts = np.array_split(np.arange(len(ordered)), min(self._config.updates_per_step, len(ordered)))
         for cut in cuts:
             chosen = [index for index in cut if index < len(ordered)]
@@ -151,16 +151,19 @@ class StepTrainer:
         )  # fmt: skip
 
     def _policy_first(
-        self, episodes: list[list[_Trajectory]], advantages: list[np.ndarray], result: StepResult
+        self, episodes: list[list[_Trajectory]], advantages: list[np.ndarray], updates: _Updates, result: StepResult
     ) -> dict[str, np.ndarray] | None:
         """Log-probabilities before the first update by sample id, where later updates need them as behaviour."""
         if self._config.behaviour != "policy" or self._config.updates_per_step == 1:
             return None
         data, _, keys = self._data(episodes, advantages, range(len(episodes)))
         pairs = [(group, ids) for group, ids in zip(data, keys, strict=True) if self._contributes(group)]
+        if not pairs:
+            return {}
         began = time.time()
         logprobs = self._backend.forward([group for group, _ in pairs])
         result.phases.append(Phase(names.SPAN_TRAINER_FORWARD_BACKWARD, began, time.time()))
+        updates.gaps = _gaps([group for group, _ in pairs], logprobs)
         found: dict[str, np.ndarray] = {}
         for (_, ids), values in zip(pairs, logprobs, strict=True):
             found.update(zip(ids, values, strict=True))

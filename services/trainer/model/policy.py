@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
-from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from paceline.config import ConfigError
 from paceline.config.trainer import LoraConfig
 from services.trainer.model.logprobs import token_logprobs
 from services.trainer.packing import PackedBatch
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 ADAPTER = "default"
 
@@ -110,6 +111,10 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _add_adapter(model: Any, lora: LoraConfig, seed: int) -> PeftModel:
+    # Imported where it is used: it takes seconds, which full-parameter training need not pay.
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import get_peft_model
+
     torch.manual_seed(seed)
     targets = lora.target_modules if lora.target_modules == "all-linear" else list(lora.target_modules)
     config = PeftLoraConfig(
@@ -120,7 +125,7 @@ def _add_adapter(model: Any, lora: LoraConfig, seed: int) -> PeftModel:
         peft = get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ConfigError(f"trainer.lora.target_modules = {lora.target_modules!r}: {error}") from error
-    return cast(PeftModel, peft.eval())
+    return cast("PeftModel", peft.eval())
 
 
 def _adapter_name(parameter: str) -> str:

@@ -42,8 +42,7 @@ class ScriptedRollout:
     """Produces `per_step` groups for every published step, as synchronous rollout does."""
 
     def __init__(self, client: redis.asyncio.Redis, stub: Any, run_id: str, per_step: int, steps: int) -> None:
-        self._ledger = Ledger(client, run_id)
-        self._stream = SampleStream(client, run_id, capacity=64)
+        self._client = client
         self._watch = VersionWatch(stub, run_id, Activity("watch"))
         self._run_id = run_id
         self._per_step = per_step
@@ -54,8 +53,18 @@ class ScriptedRollout:
         """(weight_version, step) as seen."""
 
     async def run(self) -> None:
-        """Follow versions and produce, for ever."""
+        """Follow versions and produce, for ever; begin anew, as a launcher would see to, when the ledger is replaced."""
+        while True:
+            try:
+                await self._run()
+            except* errors.FailedPrecondition:
+                continue
+
+    async def _run(self) -> None:
+        self._ledger = Ledger(self._client, self._run_id)
+        self._stream = SampleStream(self._client, self._run_id, capacity=64)
         await self._ledger.initialise(1000, 1)
+        await self._ledger.release("rollout-0")
         newest: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 
         async def follow() -> None:

@@ -25,6 +25,8 @@ from paceline.testing.processes import ServiceProcess, service_process
 CALL = {"timeout": 20.0, "wait_for_ready": True}
 STEPS, GROUPS = 4, 2
 MODEL = Path(__file__).parents[2] / "assets" / "sort4"
+END_SECONDS = 150.0
+pytestmark = pytest.mark.timeout(400)
 _numbers = itertools.count()
 
 
@@ -39,6 +41,16 @@ class Run:
     ledger: Ledger
     directory: Path
     run_id: str
+    task: asyncio.Task[None] | None = None
+
+    def start_rollout(self) -> None:
+        """Start, or after Redis was lost start again, what stands for rollout."""
+        self.task = asyncio.create_task(self.rollout.run())
+
+    async def stop_rollout(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
 
     async def records(self) -> dict[int, pb.StepRecord]:
         """Stored records by step."""
@@ -53,7 +65,7 @@ class Run:
     async def wait_for_step(self, step: int) -> None:
         """Until the record of a step is there."""
         request = pb.WatchStepsRequest(run_id=self.run_id, start_step=step)
-        async for response in self.stub.WatchSteps(request, timeout=60.0):
+        async for response in self.stub.WatchSteps(request, timeout=END_SECONDS):
             if response.HasField("record") and response.record.step >= step:
                 return
 
@@ -101,12 +113,12 @@ async def start_run(
         async with service_process(
             "trainer", run_file, redis_url=redis_url, coordinator=address, overrides=overrides
         ) as (trainer, _):  # fmt: skip
-            task = asyncio.create_task(rollout.run())
+            run = Run(trainer, coordinator, stub, rollout, Ledger(client, run_id), directory, run_id)
+            run.start_rollout()
             try:
-                yield Run(trainer, coordinator, stub, rollout, Ledger(client, run_id), directory, run_id)
+                yield run
             finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await run.stop_rollout()
         await channel.close()
 
 
@@ -120,13 +132,13 @@ async def undisturbed(
 ) -> tuple[bytes, dict[int, pb.StepRecord]]:
     """Final weights and records of a run that nothing disturbs."""
     async with start_run(tmp_path, redis_url, redis_client) as run:
-        assert await run.trainer.wait() == 0, run.trainer.log()
+        assert await run.trainer.wait(END_SECONDS) == 0, run.trainer.log()
         return exported(run), await run.records()
 
 
 async def test_trains_to_the_end(tmp_path: Path, redis_url: str, redis_client: redis.asyncio.Redis) -> None:
     async with start_run(tmp_path, redis_url, redis_client) as run:
-        assert await run.trainer.wait() == 0, run.trainer.log()
+        assert await run.trainer.wait(END_SECONDS) == 0, run.trainer.log()
         assert await run.state() == pb.RUN_STATE_FINISHED
         account = await run.ledger.account(recount=True)
         assert account.balanced and account.committed == STEPS * GROUPS
@@ -153,7 +165,7 @@ async def test_kill_after_every_step_changes_nothing(
         for step in (1, 2, 3):
             await run.wait_for_step(step)
             await run.trainer.restart()
-        assert await run.trainer.wait() == 0, run.trainer.log()
+        assert await run.trainer.wait(END_SECONDS) == 0, run.trainer.log()
         assert exported(run) == weights
         records = await run.records()
         assert [list(records[step].group_ids) for step in sorted(records)] == [
@@ -173,7 +185,7 @@ async def test_degenerate_steps_train_nothing_and_the_run_goes_on(
 ) -> None:
     async with start_run(tmp_path, redis_url, redis_client) as run:
         run.rollout.rewards = {0: [1.0, 1.0], 1: [None, None], 2: [None, 3.0]}
-        assert await run.trainer.wait() == 0, run.trainer.log()
+        assert await run.trainer.wait(END_SECONDS) == 0, run.trainer.log()
         records = await run.records()
         assert [records[step].values["optimizer_updates"] for step in (1, 2, 3, 4)] == [0, 0, 0, 1]
         assert [records[step].values["groups_zero_variance"] for step in (1, 2, 3)] == [2, 2, 2]
@@ -188,6 +200,7 @@ async def test_lost_redis_comes_back_from_the_checkpoint(
     async with start_run(tmp_path, redis_url, redis_client) as run:
         await run.wait_for_step(2)
         await run.trainer.kill()
+        await run.stop_rollout()
         seen = run.rollout.versions[-1][0]
         await redis_client.flushall()
         await run.coordinator.restart()
@@ -195,13 +208,11 @@ async def test_lost_redis_comes_back_from_the_checkpoint(
             pb.CreateRunRequest(request_id=new_id(), run_id=run.run_id, config_digest="d", num_steps=STEPS), **CALL
         )
         await run.trainer.start()
-        rollout = ScriptedRollout(redis_client, run.stub, run.run_id, GROUPS, STEPS)
-        task = asyncio.create_task(rollout.run())
-        assert await run.trainer.wait() == 0, run.trainer.log()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert rollout.versions[0][0] > seen - 1
-        account = await run.ledger.account(recount=True)
+        run.rollout = ScriptedRollout(redis_client, run.stub, run.run_id, GROUPS, STEPS)
+        run.start_rollout()
+        assert await run.trainer.wait(END_SECONDS) == 0, run.trainer.log()
+        assert run.rollout.versions[0][0] > seen - 1
+        account = await Ledger(redis_client, run.run_id).account(recount=True)
         assert account.balanced and account.trained == STEPS * GROUPS
 
 
@@ -214,5 +225,5 @@ async def test_a_stopped_run_ends_the_trainer(
             request_id=new_id(), run_id=run.run_id, state=pb.RUN_STATE_STOPPED, reason="enough"
         )
         await run.stub.FinishRun(request, **CALL)
-        assert await run.trainer.wait() == 0, run.trainer.log()
+        assert await run.trainer.wait(END_SECONDS) == 0, run.trainer.log()
         assert await run.state() == pb.RUN_STATE_STOPPED
