@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from paceline.cli.observe import Observer
 from paceline.cli.progress import Progress
@@ -73,14 +74,15 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
             )
             return INTERRUPTED
         if not done:
-            console.print(f"[red]the run cannot go on:[/] {launcher.failure}", highlight=False, soft_wrap=True)
+            console.print("[red]the run cannot go on:[/]", escape(launcher.failure), highlight=False, soft_wrap=True)
             return EXIT_CONFIG if "refused its configuration" in launcher.failure else 1
         await observer.poll_members()
         await finish(launcher, observer, time.monotonic() - began)
         return 0
     except StartFailed as error:
-        console.print(f"[red]could not start:[/] {error}", highlight=False, soft_wrap=True)
-        return 1
+        console.print("[red]could not start:[/]", escape(str(error)), highlight=False, soft_wrap=True)
+        refused = any(child.last_exit == EXIT_CONFIG for child in launcher.children.values())
+        return EXIT_CONFIG if refused else 1
     finally:
         if observer is not None:
             await observer.close()
