@@ -59,6 +59,7 @@ class Live:
 
     async def close(self) -> None:
         """End all streams, and store the last overview."""
+        await self.refresh()
         async with self._changed:
             self._closed = True
             self._changed.notify_all()

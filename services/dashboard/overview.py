@@ -37,6 +37,8 @@ _STATES: dict[int, RunState] = {
     pb.RUN_STATE_FAILED: "failed",
     pb.RUN_STATE_STOPPED: "stopped",
 }
+_FLOW = ("trainer", "rollout", "engine", "router", "reward", "gateway")
+"""In whose work a reader is interested first."""
 _SILENT_AFTER_SECONDS = 3.0
 
 
@@ -148,14 +150,14 @@ def _natural(member: MemberView) -> tuple[str, int]:
 
 
 def _waits(state: LiveState, now: float) -> list[WaitView]:
-    """Every part of every live process, the longest waits first, then those that work."""
+    """Every part of every live process: the longest waits first, then those that work, the trainer's before others."""
     views = []
     for item in state.members.values():
         if item.status is None or item.gone_since is not None or not item.source.ok:
             continue
         is_us = item.member.service == "dashboard"
         for part in item.status.activities:
-            if not part.waiting_for and (part.name == "membership" or not part.doing or is_us):
+            if not part.waiting_for and (part.name == "membership" or part.doing in ("", "idle") or is_us):
                 continue
             remaining = part.deadline_time.ToMilliseconds() / 1e3 - now if part.HasField("deadline_time") else None
             view = WaitView(
@@ -164,7 +166,13 @@ def _waits(state: LiveState, now: float) -> list[WaitView]:
                 remaining_seconds=remaining,
             )  # fmt: skip
             views.append(view)
-    return sorted(views, key=lambda view: (not view.waiting_for, -view.seconds))
+    return sorted(views, key=_by_interest)
+
+
+def _by_interest(view: WaitView) -> tuple[bool, int, float]:
+    if view.waiting_for:
+        return (False, 0, -view.seconds)
+    return (True, _FLOW.index(view.service) if view.service in _FLOW else len(_FLOW), view.seconds)
 
 
 def ledger_view(account: dict[str, Any]) -> LedgerView:

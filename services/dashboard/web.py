@@ -84,7 +84,7 @@ class Api:
 
     async def steps(self, request: Request) -> Response:
         after = _integer(request, "after", 0, 0, 2**53)
-        return _json(steps_json(await asyncio.to_thread(self._reader.steps, after)))
+        return _json(await asyncio.to_thread(lambda: steps_json(self._reader.steps(after))))
 
     async def fleet(self, request: Request) -> Response:
         wanted = {"members", "waits", "sources", "telemetry"}

@@ -128,7 +128,8 @@ export class Chart {
     if (this.log) return value >= 0.001 ? String(Number(value.toPrecision(1))) : `1e−${-Math.round(Math.log10(value))}`;
     if (Math.abs(value) >= 1e4) return number(value) + this.unit;
     const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(step) - 1e-9) + (/^0*[.]?0*25/.test(String(step)) ? 1 : 0)));
-    return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }) + this.unit;
+    const text = value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+    return text.replace("-", "−") + this.unit;
   }
 
   yScale() {
@@ -147,7 +148,8 @@ export class Chart {
       range: (u, low, high) => {
         if (low === null) return [0, 1];
         const bottom = zero ? Math.min(0, low) : low;
-        const room = (high - bottom || Math.abs(high) || 1) * 0.08;
+        if (high === bottom) return zero ? [bottom, bottom + 1] : [low - (Math.abs(low) || 1), high + (Math.abs(high) || 1)];
+        const room = (high - bottom) * 0.08;
         return [zero && low >= 0 ? 0 : bottom - room, high + room];
       },
     };
@@ -187,7 +189,7 @@ export class Chart {
 
   alarms(u) {
     const { ctx, bbox } = u;
-    for (const item of this.series.filter((each) => each.alarm)) {
+    for (const [order, item] of this.series.filter((each) => each.alarm).entries()) {
       const y = u.valToPos(item.alarm, "y", true);
       if (y < bbox.top || y > bbox.top + bbox.height) continue;
       ctx.save();
@@ -201,7 +203,7 @@ export class Chart {
       ctx.fillStyle = colour("ink-3");
       ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
       ctx.textAlign = "right";
-      ctx.fillText(`alarm ${item.alarm}`, bbox.left + bbox.width - 2, y - 5 * devicePixelRatio);
+      ctx.fillText(`alarm ${item.alarm}`, bbox.left + bbox.width - 2, y + (order ? 13 : -5) * devicePixelRatio);
       ctx.restore();
     }
   }

@@ -6,9 +6,13 @@ export function whole(value) {
   return value === null || value === undefined ? "–" : GROUPED.format(Math.round(value));
 }
 
-// Three significant digits: 0.0124, 1.53, 812, 12.4k, 3.1e-7.
+// Three significant digits: 0.0124, 1.53, 812, 12.4k, 3.1e−7.
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  return plain(value).replaceAll("-", "−");
+}
+
+function plain(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e9) return `${trim(value / 1e9)}G`;
@@ -19,7 +23,7 @@ export function number(value) {
   if (size >= 10) return value.toFixed(1);
   if (size >= 1) return value.toFixed(2);
   if (size >= 0.001) return String(Number(value.toPrecision(3)));
-  return value.toExponential(1).replace("e-", "e−").replace("-", "−");
+  return value.toExponential(1);
 }
 
 function trim(value) {
