@@ -53,6 +53,11 @@ class WeightAgent:
         self._newest: weights_pb2.WeightVersion | None = None
         self._arrived = asyncio.Event()
 
+    @property
+    def newest_version(self) -> int:
+        """The newest published version heard of, 0 before the first."""
+        return self._newest.weight_version if self._newest is not None else 0
+
     async def run(self) -> None:
         """Follow and apply. WrongWeights ends the process."""
         async with asyncio.TaskGroup() as group:
@@ -141,7 +146,7 @@ class WeightAgent:
                 log.error("the coordinator refused the report on weight version %d: %s", number, meant)
                 return
             await self._pause(0.5, f"coordinator, ReportWeights: {meant.message}")
-            if self._newest is not None and self._newest.weight_version > number:
+            if self.newest_version > number:
                 return
 
     async def _pause(self, seconds: float, cause: str) -> None:

@@ -28,7 +28,8 @@ def load_model(path: str, dtype: str, device: str, max_length: int) -> Any:
     )
     model.eval().requires_grad_(False).to(device)
     for parameter in model.parameters():
-        # Out of the mapped file: its tensors stand at odd addresses, where matrix products are slower and round otherwise.
+        # Out of the mapped file, whose tensors stand at odd addresses: products with them are slower, and may round
+        # otherwise.
         parameter.data = parameter.data.clone()
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
