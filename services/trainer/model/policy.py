@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER = "default"
+_SHORT_ROW = 128
+"""Rows up to this width use the attention that is written out. On a CPU the fused kernel's backward pass costs two to
+four times as much there in bfloat16 (measured at widths 44 to 128); beyond, the matrix of scores would dominate."""
 
 
 class Policy:
@@ -38,6 +41,7 @@ class Policy:
         self.model = load_model(path, load_dtype, self.device)
         self.vocabulary = int(self.model.config.vocab_size)
         self.hidden_size = int(self.model.config.hidden_size)
+        self._short_rows_eager = self.device.type == "cpu"
         self.shares_prefixes = _plain_attention(self.model.config)
         self.peft: PeftModel | None = None
         self.trainable: dict[str, nn.Parameter]
@@ -57,10 +61,10 @@ class Policy:
         """Log-probability and entropy of each predicted token of the batch: two [N], see token_logprobs."""
         inputs = torch.from_numpy(batch.token_ids).to(self.device)
         positions = torch.from_numpy(batch.position_ids).to(self.device)
-        mask = None
-        if batch.visible is not None:
-            mask = torch.from_numpy(batch.visible).to(self.device).unsqueeze(1)
-        hidden = self._hidden(inputs, positions, mask).flatten(0, 1)
+        kernel = "eager" if self._short_rows_eager and inputs.shape[1] <= _SHORT_ROW else "sdpa"
+        if self.model.config._attn_implementation != kernel:
+            self.model.set_attn_implementation(kernel)
+        hidden = self._hidden(inputs, positions, self._mask(batch, kernel)).flatten(0, 1)
         source = torch.from_numpy(batch.source).to(self.device)
         targets = torch.from_numpy(batch.targets).to(self.device)
         factor = self.logit_scale / torch.from_numpy(batch.temperature).to(self.device)
@@ -77,6 +81,16 @@ class Policy:
         for name, module in self.model.named_modules():
             if "lora_dropout" in name and isinstance(module, nn.Dropout):
                 module.train(active)
+
+    def _mask(self, batch: PackedBatch, kernel: str) -> Tensor | None:
+        """[R, 1, W, W]: what may be seen, as the kernel takes it; None lets the model be causal."""
+        if batch.visible is None:
+            return None
+        visible = torch.from_numpy(batch.visible).to(self.device).unsqueeze(1)
+        if kernel == "sdpa":
+            return visible
+        blocked = torch.finfo(self.model.dtype).min
+        return torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device).masked_fill_(~visible, blocked)
 
     def _head(self) -> nn.Linear:
         return cast(nn.Linear, self.model.get_output_embeddings())

@@ -53,12 +53,12 @@ class ScriptedRollout:
         """(weight_version, step) as seen."""
 
     async def run(self) -> None:
-        """Follow versions and produce, for ever; begin anew, as a launcher would see to, when the ledger is replaced."""
+        """Follow versions and produce, for ever; begin anew, as its launcher would, when the ledger is replaced."""
         while True:
             try:
                 await self._run()
             except* errors.FailedPrecondition:
-                continue
+                await asyncio.sleep(0)
 
     async def _run(self) -> None:
         self._ledger = Ledger(self._client, self._run_id)
