@@ -122,7 +122,8 @@ class WeightAgent:
         }
         with span(names.SPAN_ENGINE_APPLY_WEIGHTS, attributes, parent=version.traceparent or None):
             directory = await asyncio.to_thread(self._transport.open, version.uri)
-            return await self._backend.apply(directory, version.weight_version, self._mode)
+            with self._activity.waiting(f"the backend, to swap to weight version {version.weight_version}"):
+                return await self._backend.apply(directory, version.weight_version, self._mode)
 
     def _show(self, state: str) -> None:
         self._board.state = state

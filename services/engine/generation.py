@@ -79,6 +79,8 @@ class Load:
     tokens_per_second: float
     cache_use: float
     """Share of the key-value cache that holds tokens, 0 to 1."""
+    held_by: str = ""
+    """What keeps requests from going on, for a person; empty while nothing does."""
 
 
 @dataclass(frozen=True)

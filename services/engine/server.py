@@ -108,6 +108,11 @@ class EngineServer(pb_grpc.EngineServiceServicer):
             running=float(load.num_running), waiting=float(load.num_waiting), capacity=float(load.capacity),
             tokens_per_second=load.tokens_per_second, cache_use=load.cache_use,
         )  # fmt: skip
+        activity = self._board.activity("decode")
+        doing = f"decoding {load.num_running} samples, {load.num_waiting} requests wait" if load.num_running else "idle"
+        if (activity.doing, activity.waiting_for) != (doing, load.held_by):
+            activity.set(doing)
+            activity.waiting_for = load.held_by
         return load
 
     def _require_loaded(self) -> None:

@@ -74,16 +74,17 @@ class Embedded:
         self._open: dict[str, EmbeddedGeneration] = {}
         self._num_waiting = 0
         self.vocabulary = 0
-        self._closed = False
+        self._loaded = self._closed = False
 
     @property
     def weight_version(self) -> int:
-        return self._loop.weight_version if hasattr(self, "_loop") else 0
+        return self._loop.weight_version if self._loaded else 0
 
     async def load(self) -> None:
         self._events = asyncio.get_running_loop()
         await asyncio.to_thread(self._load)
         self._loop.start()
+        self._loaded = True
 
     def _load(self) -> None:
         config = self._config
@@ -159,13 +160,20 @@ class Embedded:
         rows = list(scheduler.running)
         tokens = sum(item.own_length for item in rows)
         room = capacity * self._config.max_sequence_length
-        return Load(running, self._num_waiting, capacity, self._loop.rate.per_second(), min(1.0, tokens / room))
+        return Load(
+            running,
+            self._num_waiting,
+            capacity,
+            self._loop.rate.per_second(),
+            min(1.0, tokens / room),
+            self._loop.held_by(),
+        )
 
     async def close(self) -> None:
         self._closed = True
         for generation in self._open.values():
             generation.queue.put_nowait(None)
-        if hasattr(self, "_loop"):
+        if self._loaded:
             await asyncio.to_thread(self._loop.stop)
 
     def _watch(self, request: Request) -> StopWatch:

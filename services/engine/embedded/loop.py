@@ -101,6 +101,17 @@ class DecodeLoop:
     def submit(self, ticket: Ticket) -> None:
         self.post(lambda: self.scheduler.submit(ticket))
 
+    def held_by(self) -> str:
+        """What keeps requests from going on, for a person; any thread may ask."""
+        pause, swap = self._pause, self._swap
+        if pause is not None:
+            return (
+                f"Resume, or the end of the pause ({pause.mode}) in {max(0.0, pause.deadline - time.monotonic()):.0f} s"
+            )
+        if swap is not None:
+            return f"weight version {swap.weight_version} ({swap.mode})"
+        return ""
+
     def abort(self, request_ids: Iterable[str] | None) -> int:
         """In the thread: end requests (None: all), each sample with what it has; how many samples."""
         wanted = None if request_ids is None else set(request_ids)
