@@ -47,6 +47,7 @@ lint: setup  ## Style, types, imports, sizes, protos, generated code
 	buf format --diff --exit-code protos
 	python scripts/generate_protos.py --check
 	python scripts/generate_telemetry_names.py --check
+	python scripts/generate_config_docs.py --check
 	python scripts/check_breaking.py
 
 format: setup  ## Format code and protos
@@ -54,9 +55,10 @@ format: setup  ## Format code and protos
 	ruff format .
 	buf format -w protos
 
-protos: setup  ## Generate stubs and telemetry names
+protos: setup  ## Generate stubs, telemetry names and docs/configuration.md
 	python scripts/generate_protos.py
 	python scripts/generate_telemetry_names.py
+	python scripts/generate_config_docs.py
 
 bench: setup  ## The benchmarks behind the README's table
 	python benchmarks/stream.py
