@@ -86,9 +86,7 @@ def decide(bounds: Bounds, step: int, in_flight: int, standing: Standing) -> Dec
         # The trainer went back to a checkpoint: what waits belongs to later steps, whose weights it must replay first.
         last_step = -(-standing.counted // bounds.groups_per_step)
         behind = last_step - (bounds.max_staleness or 0) - 1
-        return Decision(
-            0, ceiling, f"weights of step {behind} from the trainer, which replays step {step}"
-        )
+        return Decision(0, ceiling, f"weights of step {behind} from the trainer, which replays step {step}")
     if wanted > 0 and room <= 0:
         return Decision(0, ceiling, f"one of {in_flight} groups in flight (rollout.max_in_flight)")
     if wanted > 0 and standing.buffered >= bounds.buffer_groups:

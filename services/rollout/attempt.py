@@ -18,6 +18,7 @@ from services.rollout.board import GroupBoard
 from services.rollout.datasets import Dataset
 from services.rollout.episodes.base import GroupTask, Refused
 from services.rollout.filters.base import Filter
+from services.rollout.first_look import FirstLook
 from services.rollout.generation import Deadline
 from services.rollout.producer import Producer, blame
 
@@ -61,6 +62,7 @@ class Attempts:
         self._filters = filters
         self._bounds = Bounds.of(config)
         self._board = board
+        self._first_look = FirstLook(config.rollout.groups_per_step)
 
     async def make(self, issue: Issue, weight_version: int) -> Outcome:
         """Generate, grade and filter one group while `weight_version` is the newest. Never raises for a bad prompt."""
@@ -99,6 +101,7 @@ class Attempts:
             finished_time=time.time(),
         )  # fmt: skip
         check_group(group)
+        self._first_look.add(group)
         for item in self._filters:
             reason = item.keep(group)
             if reason is not None:

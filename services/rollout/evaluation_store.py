@@ -5,6 +5,7 @@ from __future__ import annotations
 import redis.asyncio
 
 from paceline.api.rollout.v1 import rollout_service_pb2 as pb
+from paceline.cancellation import cancellable
 from paceline.ids import check_name
 
 _DAY_SECONDS = 86_400
@@ -19,18 +20,19 @@ class EvaluationStore:
 
     async def last_step(self, name: str) -> int | None:
         """The last step that was evaluated, None before the first."""
-        found = await self._client.hget(f"{self._prefix}steps", name)  # type: ignore[misc]
+        found = await cancellable(self._client.hget(f"{self._prefix}steps", name))  # type: ignore[arg-type]
         return None if found is None else int(found)
 
     async def set_last_step(self, name: str, step: int) -> None:
         """The record of this step is stored."""
-        await self._client.hset(f"{self._prefix}steps", name, str(step))  # type: ignore[misc]
+        await cancellable(self._client.hset(f"{self._prefix}steps", name, str(step)))  # type: ignore[arg-type]
 
     async def answer(self, request_id: str) -> pb.EvaluateResponse | None:
         """What a request with this id was answered."""
-        found = await self._client.get(f"{self._prefix}answer:{request_id}")
+        found = await cancellable(self._client.get(f"{self._prefix}answer:{request_id}"))
         return pb.EvaluateResponse.FromString(found) if isinstance(found, bytes) else None
 
     async def set_answer(self, request_id: str, response: pb.EvaluateResponse) -> None:
         """Keep an answer for a day."""
-        await self._client.set(f"{self._prefix}answer:{request_id}", response.SerializeToString(), ex=_DAY_SECONDS)
+        key = f"{self._prefix}answer:{request_id}"
+        await cancellable(self._client.set(key, response.SerializeToString(), ex=_DAY_SECONDS))

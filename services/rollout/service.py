@@ -126,9 +126,14 @@ class RolloutService:
 
     async def _end_run(self, cause: str) -> None:
         """The data is used up before the run is done: say so and end the run, because waiting would last for ever."""
+        activity = self._status.activity("production")
+        account = await until_available(self._ledger.account, "Redis", activity.waiting)
+        dead = await until_available(lambda: self._ledger.groups("dead"), "Redis", activity.waiting)
+        lost = [f"{count} were dropped ({reason})" for reason, count in account.dropped.items()]
+        lost += [f"{len(dead)} are dead, the last one of: {dead[-1].detail}"] if dead else []
         reason = (
-            f"rollout needs {cause}; what was dropped or dead is missing (paceline audit {self._config.run.name} shows "
-            "it): raise data.epochs, lower run.steps, or loosen rollout.filters"
+            f"rollout needs {cause}; {'; '.join(lost) or 'none was lost'}. "
+            "Raise data.epochs, lower run.steps, or mend what the groups were lost for"
         )
         log.error("the run cannot go on: %s", reason)
         request = coordinator_pb.FinishRunRequest(
@@ -137,7 +142,7 @@ class RolloutService:
         )  # fmt: skip
         await until_available(
             lambda: self._coordinator.FinishRun(request, timeout=FINISH_SECONDS),
-            "the coordinator", self._status.activity("production").waiting,
+            "the coordinator", activity.waiting,
         )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class Parquet:
                     f"data file {self._path} has no column {field!r}; its columns are {self._table.column_names}"
                 )
         faults = MalformedRecords(max_malformed)
-        usable = [row for row in range(self._table.num_rows) if self._usable(row, faults)]
+        usable = self._usable(faults)
         faults.check()
         self.malformed = faults.count
         self._chosen = usable[options.start : options.stop]
@@ -43,13 +43,18 @@ class Parquet:
     def __getitem__(self, index: int) -> Prompt:
         return self._prompt(self._chosen[index])
 
-    def _usable(self, row: int, faults: MalformedRecords) -> bool:
-        try:
-            self._prompt(row)
-        except Malformed as fault:
-            faults.add(f"{self._path}: row {row}", fault)
-            return False
-        return True
+    def _usable(self, faults: MalformedRecords) -> list[int]:
+        """Rows with a prompt. Only that column is looked at: decoding the others would take long and find nothing."""
+        name, usable = self._options.prompt_field, []
+        options = self._options.model_copy(update={"id_field": ""})
+        for row, value in enumerate(self._table.column(name).to_pylist()):
+            try:
+                to_prompt({name: value}, options, "")
+            except Malformed as fault:
+                faults.add(f"{self._path}: row {row}", fault)
+            else:
+                usable.append(row)
+        return usable
 
     def _prompt(self, row: int) -> Prompt:
         record = {name: self._table.column(name)[row].as_py() for name in self._table.column_names}

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from paceline.rpc.client import open_channel
 from paceline.rpc.server import RpcServer
 from paceline.rpc.status import StatusBoard
 from paceline.stream import Claim, SampleStream
+from paceline.weights.watch import VersionWatch
 from services.rollout.service import Collaborators, Data, RolloutService
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 20.0
 
 
 def write_model(folder: Path) -> Path:
@@ -69,7 +70,7 @@ def run_file(folder: Path, prompts: int = 64, **sections: dict[str, Any]) -> Run
 async def until(condition: Callable[[], Any], what: str) -> None:
     """Wait until a condition holds."""
     async with asyncio.timeout(WAIT_SECONDS):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - parts of another process, or without an event, are watched
             await asyncio.sleep(0.01)
 
 
@@ -88,15 +89,21 @@ class FakeRouter(router_grpc.RouterServiceServicer):
         self.open.set()
         self.engines = True
         self.aborted: list[str] = []
+        self.cancelled: list[str] = []
+        """Session ids whose caller went away."""
 
     async def Generate(self, request: router_pb.GenerateRequest, context: Any) -> AsyncIterator[Any]:
         item = request.input
         self.requests.append(item)
         if item.session_id in self.refuse:
             await context.abort(*self.refuse[item.session_id])
-        if item.session_id in self.hang:
-            await asyncio.Event().wait()
-        await self.open.wait()
+        try:
+            while item.session_id in self.hang:  # noqa: ASYNC110 - a test takes ids out of the set
+                await asyncio.sleep(0.01)
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(item.session_id)
+            raise
         exact = item.gate.exact_version if item.gate.WhichOneof("gate") == "exact_version" else 0
         if exact and exact != self.served:
             await context.abort(
@@ -151,9 +158,11 @@ def _reward(value: float | None) -> reward_pb2.Reward:
 
 
 class FakeCoordinator(coordinator_grpc.CoordinatorServiceServicer):
-    """Keeps step records and how the run ended."""
+    """Keeps step records, versions and how the run ended; a member is always welcome."""
 
     def __init__(self) -> None:
+        self.versions = [WeightVersion(weight_version=1, step=0)]
+        self.published = asyncio.Condition()
         self.records: list[coordinator_pb.StepRecord] = []
         self.finished: list[coordinator_pb.FinishRunRequest] = []
 
@@ -164,6 +173,35 @@ class FakeCoordinator(coordinator_grpc.CoordinatorServiceServicer):
     async def FinishRun(self, request: coordinator_pb.FinishRunRequest, context: Any) -> Any:
         self.finished.append(request)
         return coordinator_pb.FinishRunResponse()
+
+    async def RegisterMember(self, request: coordinator_pb.RegisterMemberRequest, context: Any) -> Any:
+        return coordinator_pb.RegisterMemberResponse(member=request.member)
+
+    async def Heartbeat(self, request: coordinator_pb.HeartbeatRequest, context: Any) -> Any:
+        return coordinator_pb.HeartbeatResponse(run_state=coordinator_pb.RUN_STATE_ACTIVE)
+
+    async def DeregisterMember(self, request: coordinator_pb.DeregisterMemberRequest, context: Any) -> Any:
+        return coordinator_pb.DeregisterMemberResponse()
+
+    async def GetVersion(self, request: coordinator_pb.GetVersionRequest, context: Any) -> Any:
+        for version in self.versions:
+            if version.weight_version == request.weight_version:
+                return coordinator_pb.GetVersionResponse(version=version)
+        await context.abort(grpc.StatusCode.NOT_FOUND, f"version {request.weight_version} was never published")
+
+    async def WatchVersions(self, request: coordinator_pb.WatchVersionsRequest, context: Any) -> AsyncIterator[Any]:
+        sent = request.start_version - 1 if request.start_version else self.versions[-1].weight_version - 1
+        while True:
+            for version in [item for item in self.versions if item.weight_version > sent]:
+                sent = version.weight_version
+                yield coordinator_pb.WatchVersionsResponse(version=version)
+            async with self.published:
+                await self.published.wait_for(lambda: self.versions[-1].weight_version > sent)  # noqa: B023
+
+    async def publish(self, version: WeightVersion) -> None:
+        self.versions.append(version)
+        async with self.published:
+            self.published.notify_all()
 
 
 @dataclass
@@ -176,28 +214,22 @@ class World:
     reward: FakeReward = field(default_factory=FakeReward)
     coordinator: FakeCoordinator = field(default_factory=FakeCoordinator)
     channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
-    version: WeightVersion = field(default_factory=lambda: WeightVersion(weight_version=1, step=0))
-    _feeds: list[asyncio.Queue[WeightVersion]] = field(default_factory=list)
+    addresses: dict[str, str] = field(default_factory=dict)
     claims: list[Claim] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.redis, self.config.run.name)
         self.stream = SampleStream(self.redis, self.config.run.name, self.config.rollout.buffer_groups)
 
-    def publish(self, step: int) -> None:
-        """New weights, served at once."""
-        self.version = WeightVersion(weight_version=self.version.weight_version + 1, step=step)
-        self.router.served = self.version.weight_version
-        for feed in self._feeds:
-            feed.put_nowait(self.version)
+    @property
+    def version(self) -> WeightVersion:
+        """The newest weights."""
+        return self.coordinator.versions[-1]
 
-    async def watch(self) -> AsyncIterator[WeightVersion]:
-        """What the coordinator's watch would give to one rollout process."""
-        feed: asyncio.Queue[WeightVersion] = asyncio.Queue()
-        self._feeds.append(feed)
-        yield self.version
-        while True:
-            yield await feed.get()
+    async def publish(self, step: int) -> None:
+        """New weights, served at once."""
+        self.router.served = self.version.weight_version + 1
+        await self.coordinator.publish(WeightVersion(weight_version=self.router.served, step=step))
 
     @asynccontextmanager
     async def rollout(self, owner: str = "rollout-0") -> AsyncIterator[RolloutService]:
@@ -211,7 +243,8 @@ class World:
         )
         service = RolloutService(self.config, owner, Data.load(self.config), others, status)
         service.status = status  # type: ignore[attr-defined]
-        task = asyncio.create_task(service.run(self.watch()))
+        watch = VersionWatch(others.coordinator, self.config.run.name, status.activity("versions"))
+        task = asyncio.create_task(service.run(watch.follow(0)))
         try:
             yield service
         finally:
@@ -239,30 +272,25 @@ class World:
         for step in steps:
             await self.claim(step, max_staleness)
             await self.stream.mark_trained(step)
-            self.publish(step)
+            await self.publish(step)
 
 
 @asynccontextmanager
 async def open_world(config: RunFile, client: redis.asyncio.Redis) -> AsyncIterator[World]:
     """The world on real sockets. The ledger is created, so that a test can look at it at once."""
     world = World(config, client)
-    servers = []
-    for name, add, servicer in (
-        ("router", router_grpc.add_RouterServiceServicer_to_server, world.router),
-        ("reward", reward_grpc.add_RewardServiceServicer_to_server, world.reward),
-        ("coordinator", coordinator_grpc.add_CoordinatorServiceServicer_to_server, world.coordinator),
-    ):
-        server = RpcServer(StatusBoard(name, name, "i", config.run.name))
-        add(servicer, server.server)
-        address = server.bind("127.0.0.1:0")
-        await server.start()
-        servers.append(server)
-        world.channels[name] = open_channel(address)
-    await world.ledger.initialise(len(Data.load(config).dataset), config.data.epochs)
-    try:
+    async with AsyncExitStack() as stack:
+        for name, add, servicer in (
+            ("router", router_grpc.add_RouterServiceServicer_to_server, world.router),
+            ("reward", reward_grpc.add_RewardServiceServicer_to_server, world.reward),
+            ("coordinator", coordinator_grpc.add_CoordinatorServiceServicer_to_server, world.coordinator),
+        ):
+            server = RpcServer(StatusBoard(name, name, "i", config.run.name))
+            add(servicer, server.server)
+            world.addresses[name] = server.bind("127.0.0.1:0")
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            world.channels[name] = open_channel(world.addresses[name])
+            stack.push_async_callback(world.channels[name].close)
+        await world.ledger.initialise(len(Data.load(config).dataset), config.data.epochs)
         yield world
-    finally:
-        for channel in world.channels.values():
-            await channel.close()
-        for server in servers:
-            await server.stop(0)

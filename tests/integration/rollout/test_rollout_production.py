@@ -7,10 +7,13 @@ from pathlib import Path
 import grpc
 import pytest
 import redis.asyncio
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rollout_world import open_world, run_file, until
 
 from paceline.ids import GroupId, sample_seed
 from paceline.samples import FAILED
+from paceline.telemetry import names, tracing
 
 
 async def test_synchronous_steps_hold_the_next_groups_of_one_version(
@@ -191,7 +194,7 @@ async def test_when_every_attempt_fails_the_run_goes_on(tmp_path: Path, redis_cl
     config = run_file(tmp_path, run={"steps": 1}, rollout={"max_attempts": 2})
     async with open_world(config, redis_client) as world:
         failing = [f"e0.{i}" for i in range(8)]
-        world.router.refuse = {name: (grpc.StatusCode.INTERNAL, "boom") for name in failing}
+        world.router.refuse = dict.fromkeys(failing, (grpc.StatusCode.INTERNAL, "boom"))
         async with world.rollout():
             await world.train(range(1, 2))
         dead = await world.ledger.groups("dead")
@@ -210,17 +213,16 @@ async def test_a_request_that_can_never_work_is_not_repeated(tmp_path: Path, red
     assert sum(request.session_id == "e0.2" for request in world.router.requests) == 1
 
 
-async def test_prompts_that_are_too_long_are_dropped(tmp_path: Path, redis_client: redis.asyncio.Redis) -> None:
-    config = run_file(tmp_path, prompts=64, data={"max_prompt_tokens": 2}, run={"steps": 2})
-    config = config.model_copy(update={"data": config.data.model_copy(update={"shuffle": False})})
+async def test_prompts_that_are_too_long_are_dropped_and_replaced(
+    tmp_path: Path, redis_client: redis.asyncio.Redis
+) -> None:
+    config = run_file(tmp_path, data={"max_prompt_tokens": 2}, run={"steps": 2})
     async with open_world(config, redis_client) as world, world.rollout():
-        await world.claim(1)
-        await until(lambda: len(world.router.requests) >= 4, "made")
-        await world.stream.mark_trained(1)
-        world.publish(1)
-        await world.claim(2)
+        await world.train(range(1, 3))
+        account = await world.ledger.account(recount=True)
     assert {len(r.prompt_token_ids.data) // 4 for r in world.router.requests} == {2}
-    assert (await world.ledger.account()).dropped == {}
+    assert account.dropped["prompt_too_long"] > 0
+    assert (account.trained, account.balanced) == (8, True)
 
 
 async def test_a_run_that_its_data_cannot_fill_ends_with_the_reason(
@@ -233,6 +235,7 @@ async def test_a_run_that_its_data_cannot_fill_ends_with_the_reason(
             await world.train(range(1, 2))
             await until(lambda: world.coordinator.finished, "the run is ended")
     assert "7 of the 8 groups of the run are left" in world.coordinator.finished[0].reason
+    assert "1 were dropped (zero_std)" in world.coordinator.finished[0].reason
     assert "data.epochs" in world.coordinator.finished[0].reason
 
 
@@ -241,7 +244,7 @@ async def test_pause_holds_new_prompts_until_resume(tmp_path: Path, redis_client
         await world.claim(1)
         await world.stream.mark_trained(1)
         service.servicer._hold.pause("maintenance")
-        world.publish(1)
+        await world.publish(1)
         activity = service.status.activity("production")  # type: ignore[attr-defined]
         await until(lambda: activity.waiting_for == "ResumeProduction: paused (maintenance)", "paused")
         assert len(world.router.requests) == 4
@@ -274,3 +277,59 @@ async def test_a_lease_that_ran_out_lets_another_producer_take_over(
             await world.train(range(1, 2))
         events = await world.ledger.history("e0.0")
     assert any("lease of rollout-0 ran out" in event.detail for event in events)
+
+
+async def test_an_attempt_that_is_given_up_ends_in_the_engine_as_well(
+    tmp_path: Path, redis_client: redis.asyncio.Redis
+) -> None:
+    config = run_file(tmp_path, run={"steps": 1}, rollout={"group_deadline_seconds": 1.0, "max_attempts": 1})
+    async with open_world(config, redis_client) as world:
+        world.router.hang = {"e0.0"}
+        async with world.rollout():
+            await world.train(range(1, 2))
+            await until(lambda: world.router.cancelled == ["e0.0"], "the deadline reaches the router")
+        world.router.hang = {"e0.1"}
+    async with open_world(run_file(tmp_path, run={"name": "second"}), redis_client) as world:
+        world.router.hang = {"e0.1"}
+        async with world.rollout():
+            await until(lambda: len(world.router.requests) == 4, "in flight")
+        await until(lambda: world.router.cancelled == ["e0.1"], "a stop reaches the router")
+
+
+async def test_a_request_that_an_earlier_life_left_behind_is_ended(
+    tmp_path: Path, redis_client: redis.asyncio.Redis
+) -> None:
+    async with open_world(run_file(tmp_path, run={"steps": 1}), redis_client) as world:
+        world.router.refuse = {"e0.0": (grpc.StatusCode.ALREADY_EXISTS, "e0.0#1 is running")}
+        async with world.rollout():
+            await until(lambda: "e0.0#1" in world.router.aborted, "aborted")
+            world.router.refuse = {}
+            await world.train(range(1, 2))
+
+
+async def test_every_group_is_one_trace_from_issue_to_put(tmp_path: Path, redis_client: redis.asyncio.Redis) -> None:
+    exporter = InMemorySpanExporter()
+    tracing.add_processor(SimpleSpanProcessor(exporter))
+    async with open_world(run_file(tmp_path, run={"steps": 1}), redis_client) as world, world.rollout() as service:
+        await world.train(range(1, 2))
+        await until(lambda: service.production.num_in_flight == 0, "spans ended")
+    spans = exporter.get_finished_spans()
+    for group in world.claims[0].groups:
+        own = [span for span in spans if f"{span.context.trace_id:032x}" == tracing.trace_id(group.traceparent)]
+        (root,) = [span for span in own if span.name == names.SPAN_ROLLOUT_GROUP]
+        assert root.parent is None
+        assert root.attributes[names.ATTRIBUTE_GROUP_ID] == group.group_id
+        children = {span.name for span in own if span.parent and span.parent.span_id == root.context.span_id}
+        assert children >= {names.SPAN_ROLLOUT_GENERATE, names.SPAN_ROLLOUT_SCORE, names.SPAN_ROLLOUT_PUT}
+
+
+async def test_a_first_step_without_any_reward_shows_a_sample(
+    tmp_path: Path, redis_client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_world(run_file(tmp_path, run={"steps": 1}), redis_client) as world:
+        world.reward.values = {f"e0.{i}": [0.0, 0.0] for i in range(4)}
+        async with world.rollout():
+            await world.train(range(1, 2))
+    (warning,) = [record.getMessage() for record in caplog.records if "nothing to learn" in record.getMessage()]
+    assert "prompt 'p" in warning
+    assert '"label"' in warning
