@@ -81,6 +81,10 @@ class Load:
     """Share of the key-value cache that holds tokens, 0 to 1."""
     held_by: str = ""
     """What keeps requests from going on, for a person; empty while nothing does."""
+    num_generated: int = 0
+    """Tokens since the start."""
+    busy_seconds: float = 0.0
+    """Time spent computing them."""
 
 
 @dataclass(frozen=True)

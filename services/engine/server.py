@@ -107,6 +107,7 @@ class EngineServer(pb_grpc.EngineServiceServicer):
         self._board.gauges.update(
             running=float(load.num_running), waiting=float(load.num_waiting), capacity=float(load.capacity),
             tokens_per_second=load.tokens_per_second, cache_use=load.cache_use,
+            generated_tokens_total=float(load.num_generated), busy_seconds_total=load.busy_seconds,
         )  # fmt: skip
         activity = self._board.activity("decode")
         doing = f"decoding {load.num_running} samples, {load.num_waiting} requests wait" if load.num_running else "idle"

@@ -167,6 +167,8 @@ class Embedded:
             self._loop.rate.per_second(),
             min(1.0, tokens / room),
             self._loop.held_by(),
+            self._loop.num_generated,
+            self._loop.busy_seconds,
         )
 
     async def close(self) -> None:

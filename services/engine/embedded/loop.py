@@ -65,6 +65,10 @@ class DecodeLoop:
         self.scheduler = Scheduler(capacity)
         self.rate = Rate()
         self.weight_version = 0
+        self.num_generated = 0
+        """Tokens since the start."""
+        self.busy_seconds = 0.0
+        """Time spent in prefill and decode since the start."""
         self._decoder = decoder
         self._emit = emit
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -161,14 +165,20 @@ class DecodeLoop:
                 self._end_pause_on_time()
                 self._try_swap()
                 if not self._holds():
-                    self._admit()
-                    self._decode()
+                    self._compute()
                 self._flush()
         except Exception as error:
             log.exception("the decode thread failed")
             self.ended.set_exception(error)
         else:
             self.ended.set_result(None)
+
+    def _compute(self) -> None:
+        before, began = self.num_generated, time.monotonic()
+        self._admit()
+        self._decode()
+        if self.num_generated > before:
+            self.busy_seconds += time.monotonic() - began
 
     def _take_commands(self) -> bool:
         """Run what is posted, waiting for something while there is nothing to do. False to end."""
@@ -331,6 +341,7 @@ class DecodeLoop:
             if ended is not None or item.ticket.request.stream:
                 self._output(item)
         self.rate.add(len(sequences))
+        self.num_generated += len(sequences)
 
     def _output(self, item: Sequence) -> None:
         since = item.num_sent
