@@ -84,6 +84,8 @@ class TrainingLoop:
         try:
             await self._start()
             while self._step < self._steps:
+                if parts.run_ended():
+                    raise RunEnded
                 await self._train_step(self._step + 1)
         except RunEnded:
             log.info("the run was ended; the trainer stops after step %d", self._step)

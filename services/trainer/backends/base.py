@@ -20,12 +20,10 @@ class PassResult:
     """Outcome of one forward_backward over all its micro-batches."""
 
     loss_sum: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Sums of the loss's metrics, and entropy_sum in nat."""
+    metrics: dict[str, float] = field(default_factory=dict)  # sums of the loss's metrics, and entropy_sum in nat
     policy_logprobs: list[list[np.ndarray]] = field(default_factory=list)
     """float32 [num_tokens] for each datum of each group, 0 where none was asked for."""
-    num_tokens: int = 0
-    """Tokens that had a weight."""
+    num_tokens: int = 0  # that had a weight
 
 
 @dataclass(frozen=True)
