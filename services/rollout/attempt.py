@@ -20,7 +20,7 @@ from services.rollout.episodes.base import GroupTask, Refused
 from services.rollout.filters.base import Filter
 from services.rollout.first_look import FirstLook
 from services.rollout.generation import Deadline
-from services.rollout.producer import Producer, blame
+from services.rollout.producer import Producer
 
 log = logging.getLogger(__name__)
 
@@ -112,5 +112,5 @@ class Attempts:
         text = f"{error.code.name}: {error.message}"
         if isinstance(error, errors.InvalidArgument):
             return Failed(text, 1)  # The same request would be refused again.
-        limit = self._config.rollout.max_attempts if await blame(error, task, self._producer.generation) else 0
+        limit = self._config.rollout.max_attempts if await self._producer.blames(error, task, self._board) else 0
         return Failed(text, limit)

@@ -15,6 +15,7 @@ from paceline.rpc.status import Activity
 class _Entry:
     stage: str = "starting"
     cause: str = ""
+    last_cause: str = ""
     began: float = field(default_factory=time.time)
 
 
@@ -40,19 +41,22 @@ class GroupBoard:
 
     def stage(self, group_id: str, stage: str) -> None:
         """The group is now in this stage: "generating"."""
-        self._entries[group_id].stage = stage
+        entry = self._entries[group_id]
+        entry.stage, entry.last_cause = stage, ""
         self._show()
 
     def stage_of(self, group_id: str) -> str:
-        """What the group is doing and, if it waits, for whom."""
+        """What the group is doing and, if it waits or had to wait, for whom."""
         entry = self._entries[group_id]
-        return f"{entry.stage}, waiting for {entry.cause}" if entry.cause else entry.stage
+        if entry.cause:
+            return f"{entry.stage}, waiting for {entry.cause}"
+        return f"{entry.stage}, after a wait for {entry.last_cause}" if entry.last_cause else entry.stage
 
     @contextmanager
     def waiting(self, group_id: str, cause: str) -> Iterator[None]:
         """Around a wait of one group."""
         entry = self._entries[group_id]
-        entry.cause = cause
+        entry.cause = entry.last_cause = cause
         self._show()
         try:
             yield

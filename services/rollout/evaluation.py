@@ -27,7 +27,7 @@ from services.rollout.evaluation_metrics import summarize
 from services.rollout.evaluation_store import EvaluationStore
 from services.rollout.generation import Deadline
 from services.rollout.patience import PAUSE_SECONDS, until_available
-from services.rollout.producer import Producer, blame
+from services.rollout.producer import Producer
 from services.rollout.sources.base import Source
 from services.rollout.versions import NewestVersion
 
@@ -176,7 +176,7 @@ class Evaluator:
                         raise VersionGone(error.message) from error
                     except errors.PacelineError as error:
                         log.warning("evaluation prompt %s, attempt %d: %s", group_id, attempt, error)
-                        failures += await blame(error, task, self._producer.generation)
+                        failures += await self._producer.blames(error, task, self._board)
                         with self._board.waiting(group_id, error.message):
                             await asyncio.sleep(PAUSE_SECONDS)
         return []

@@ -15,6 +15,7 @@ from paceline.rpc import errors
 from paceline.samples import COMPLETED, TRUNCATED, Sample
 from services.rollout.sources.base import Prompt
 
+ANSWER_SECONDS = 5.0
 _GRADED = (COMPLETED, TRUNCATED)
 
 
@@ -61,6 +62,14 @@ class GradingClient:
             )
         for sample, reward in zip(graded, response.rewards, strict=True):
             sample.reward = checked(reward)
+
+    async def answers(self) -> bool:
+        """Whether the service answers now."""
+        try:
+            await self._stub.ListGraders(pb.ListGradersRequest(), timeout=ANSWER_SECONDS)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
 
 
 def checked(reward: reward_pb2.Reward) -> reward_pb2.Reward:

@@ -17,6 +17,8 @@ from services.rollout.patience import PAUSE_SECONDS
 
 T = TypeVar("T")
 
+GENERATING = "generating"
+GRADING = "grading"
 _GRACE_SECONDS = 0.5
 """A call's own deadline comes first, because its error says more."""
 
@@ -26,7 +28,7 @@ class Producer:
 
     def __init__(self, episode: Episode, generation: GenerationClient, grading: GradingClient) -> None:
         self._episode = episode
-        self.generation = generation
+        self._generation = generation
         self._grading = grading
 
     async def produce(self, task: GroupTask, board: GroupBoard) -> list[Sample]:
@@ -34,12 +36,12 @@ class Producer:
         come as they were raised, and PacelineError when not one sample can be used."""
         try:
             async with asyncio.timeout(task.deadline.left + _GRACE_SECONDS):
-                board.stage(task.group_id, "generating")
+                board.stage(task.group_id, GENERATING)
                 with tracing.span(names.SPAN_ROLLOUT_GENERATE, {names.ATTRIBUTE_GROUP_ID: task.group_id}):
                     samples = await self._patiently(task, board, "the router", lambda: self._episode.run(task))
                 if all(sample.status in (ABORTED, FAILED) for sample in samples):
                     raise errors.PacelineError(f"all {len(samples)} samples failed: {_fault(samples)}")
-                board.stage(task.group_id, "grading")
+                board.stage(task.group_id, GRADING)
                 with tracing.span(names.SPAN_ROLLOUT_SCORE, {names.ATTRIBUTE_GROUP_ID: task.group_id}):
                     await self._patiently(task, board, "the reward service", lambda: self._score(task, samples))
         except (TimeoutError, errors.DeadlineExceeded) as error:
@@ -49,6 +51,19 @@ class Producer:
                 f"({board.stage_of(task.group_id)}){said}"
             ) from error
         return samples
+
+    async def blames(self, error: errors.PacelineError, task: GroupTask, board: GroupBoard) -> bool:
+        """Whether a failed attempt speaks against its prompt, rather than against a part of the system that was away.
+
+        Asks the part: one that could have served while this prompt failed was not away.
+        """
+        if isinstance(error, errors.ResourceExhausted | errors.FailedPrecondition | errors.Aborted):
+            return False
+        if isinstance(error, errors.Unavailable | errors.DeadlineExceeded):
+            if board.stage_of(task.group_id).startswith(GRADING):
+                return await self._grading.answers()
+            return await self._generation.could_serve(task.gate)
+        return True
 
     async def _score(self, task: GroupTask, samples: list[Sample]) -> None:
         await self._grading.score(task.group_id, task.prompt, samples, task.deadline.left)
@@ -70,7 +85,7 @@ class Producer:
     async def _clear(self, task: GroupTask) -> None:
         """An earlier life of this process left the request behind."""
         try:
-            await self.generation.abort(task.request_id)
+            await self._generation.abort(task.request_id)
         except (errors.Unavailable, errors.DeadlineExceeded):
             return  # The next try meets the same condition and says so.
 
@@ -79,10 +94,3 @@ def _fault(samples: list[Sample]) -> str:
     if any(sample.status == FAILED for sample in samples):
         return next(sample.reward.missing.detail for sample in samples if sample.status == FAILED)
     return "they were aborted"
-
-
-async def blame(error: errors.PacelineError, task: GroupTask, generation: GenerationClient) -> bool:
-    """Whether a failed attempt speaks against the prompt, rather than against a part of the system that was away."""
-    if isinstance(error, errors.DeadlineExceeded):
-        return await generation.could_serve(task.gate)
-    return not (error.retryable or isinstance(error, errors.FailedPrecondition | errors.Aborted))

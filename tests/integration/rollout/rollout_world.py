@@ -141,10 +141,16 @@ class FakeReward(reward_grpc.RewardServiceServicer):
         self.away = 0
         """How many calls are refused as UNAVAILABLE."""
         self.requests: list[reward_service.ScoreRequest] = []
+        self.gone = False
+
+    async def ListGraders(self, request: Any, context: Any) -> reward_service.ListGradersResponse:
+        if self.gone:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        return reward_service.ListGradersResponse(names=["exact_match"])
 
     async def Score(self, request: reward_service.ScoreRequest, context: Any) -> reward_service.ScoreResponse:
         self.requests.append(request)
-        if self.away > 0:
+        if self.away > 0 or self.gone:
             self.away -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "graders are starting")
         values = self.values.get(request.group_id, [float(i % 2) for i in range(len(request.items))])

@@ -333,3 +333,31 @@ async def test_a_first_step_without_any_reward_shows_a_sample(
     (warning,) = [record.getMessage() for record in caplog.records if "nothing to learn" in record.getMessage()]
     assert "prompt 'p" in warning
     assert '"label"' in warning
+
+
+async def test_a_reward_service_that_is_away_for_longer_than_a_deadline_kills_no_prompt(
+    tmp_path: Path, redis_client: redis.asyncio.Redis
+) -> None:
+    config = run_file(tmp_path, run={"steps": 1}, rollout={"group_deadline_seconds": 0.6, "max_attempts": 1})
+    async with open_world(config, redis_client) as world:
+        world.reward.gone = True
+        async with world.rollout():
+            await until(lambda: len(world.router.requests) >= 8, "attempts failed and were issued again")
+            world.reward.gone = False
+            await world.train(range(1, 2))
+        account = await world.ledger.account(recount=True)
+    assert (account.dead, account.balanced) == (0, True)
+    assert all(s.reward_value is not None for g in world.claims[0].groups for s in g.samples)
+
+
+async def test_a_prompt_that_breaks_healthy_engines_is_dead_in_the_end(
+    tmp_path: Path, redis_client: redis.asyncio.Redis
+) -> None:
+    config = run_file(tmp_path, run={"steps": 1}, rollout={"group_deadline_seconds": 2.0, "max_attempts": 2})
+    async with open_world(config, redis_client) as world:
+        world.router.refuse = {"e0.0": (grpc.StatusCode.UNAVAILABLE, "4 engines failed it")}
+        async with world.rollout():
+            await world.train(range(1, 2))
+        (dead,) = await world.ledger.groups("dead")
+    assert (dead.group_id, dead.failures) == ("e0.0", 2)
+    assert "4 engines failed it" in dead.detail
