@@ -64,26 +64,27 @@ class Observer:
             await channel.close()
 
     async def follow_steps(self) -> AsyncIterator[pb.StepRecord]:
-        """Every record, old ones first; a replayed step comes again and replaces the earlier one."""
-        start = 0
+        """Every record, old ones first; one that a replay changed comes again. What is known already does not."""
         while True:
-            request = pb.WatchStepsRequest(run_id=self._run_id, start_step=start)
+            request = pb.WatchStepsRequest(run_id=self._run_id, start_step=0)
             try:
                 async for response in self._coordinator.WatchSteps(request, timeout=WATCH_SECONDS):
                     if response.HasField("run"):
                         self.view.run = response.run
-                    if response.HasField("record"):
-                        self._keep(response.record)
+                    if response.HasField("record") and self._keep(response.record):
                         yield response.record
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.3)  # the coordinator restarts; the stream is asked for again from the start
-            start = 0
 
-    def _keep(self, record: pb.StepRecord) -> None:
+    def _keep(self, record: pb.StepRecord) -> bool:
+        """Put a record into the view; False when it was there as it is."""
         if record.kind == pb.RECORD_KIND_EVALUATION:
+            known = self.view.evaluations.get((record.name, record.step))
             self.view.evaluations[record.name, record.step] = record
         else:
+            known = self.view.records.get(record.step)
             self.view.records[record.step] = record
+        return known is None or known.values != record.values
 
     async def poll_members(self) -> None:
         """Ask the coordinator for members and each member for its status, all within a second."""
