@@ -137,3 +137,10 @@ def test_another_configuration_in_the_same_folder_is_refused(finished: Finished)
 def test_nothing_is_left_running(finished: Finished) -> None:
     listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(finished.directory) not in listing
+
+
+def test_export_from_a_checkpoint_equals_the_runs_own(finished: Finished, tmp_path: Path) -> None:
+    paceline("export", str(finished.directory), "--out", str(tmp_path / "model"))
+    ours, theirs = tmp_path / "model" / "model.safetensors", finished.directory / "export" / "model.safetensors"
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert "step-000003" in paceline("export", str(finished.directory), "--step", "3", code=1)

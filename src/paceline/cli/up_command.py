@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from paceline.cli.observe import Observer
 from paceline.cli.launch import prepare, run_launcher
+from paceline.cli.observe import Observer
 from paceline.config import load_run_file
 from paceline.launcher.launcher import Launcher
 
