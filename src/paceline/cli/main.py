@@ -31,7 +31,7 @@ def main() -> None:
         if name == chosen:
             module = importlib.import_module(f"paceline.cli.{name}_command")
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(handler=module.run)
     arguments, extra = parser.parse_known_args()
     # argparse takes key=value words after a flag for strangers.
     if extra and not (hasattr(arguments, "overrides") and all("=" in word and word[0] != "-" for word in extra)):
@@ -42,7 +42,7 @@ def main() -> None:
     from paceline.config import ConfigError
 
     try:
-        code = arguments.run(arguments)
+        code = arguments.handler(arguments)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"paceline {arguments.command}: {line}", file=sys.stderr)
