@@ -5,7 +5,8 @@
 # and run in a network namespace of its own, so that the machine's network stays as it is; the base images are then made
 # from Debian packages, and pip gets its wheels from this machine, since nothing in the namespace reaches outside.
 #
-# Variables: COMPOSE_TEST_DIR (default build/compose), COMPOSE_TEST_STEPS (default 3), COMPOSE_TEST_KEEP=1 (no cleaning up).
+# Variables: COMPOSE_TEST_DIR (default build; a folder paceline-compose is made in it and removed again, about 8 GB),
+# COMPOSE_TEST_STEPS (default 3), COMPOSE_TEST_KEEP=1 (nothing is taken down, and the next run goes on from there).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,11 +14,16 @@ SERVICES="coordinator dashboard engine gateway reward rollout router trainer"
 STEPS=${COMPOSE_TEST_STEPS:-3}
 VERSION=${PACELINE_VERSION:-0.1.0}
 NETNS=paceline-compose
-mkdir -p "${COMPOSE_TEST_DIR:-build/compose}"
-DIR=$(cd "${COMPOSE_TEST_DIR:-build/compose}" && pwd)
+DIR=${COMPOSE_TEST_DIR:-build}/paceline-compose
+mkdir -p "$DIR"
+DIR=$(cd "$DIR" && pwd)
 INSIDE=""
+# The name in the run file.
+RUN_ID=sort4
 WHEEL_SERVER=""
-export PACELINE_OVERRIDES="run.steps=500 ${PACELINE_OVERRIDES:-}"
+export PACELINE_PROJECT=$DIR/project PACELINE_RUN_FILE=examples/sort4/run.toml
+# Long enough not to end in the middle of the test.
+export PACELINE_OVERRIDES="run.steps=2000 data.epochs=50 ${PACELINE_OVERRIDES:-}"
 
 say() { printf '\n== %s\n' "$*"; }
 compose() { docker compose -f deploy/compose.yaml "$@"; }
@@ -26,18 +32,25 @@ clean_up() {
     code=$?
     trap - EXIT
     [ $code -eq 0 ] || { compose ps -a; compose logs --tail 30; } || true
-    if [ "${COMPOSE_TEST_KEEP:-}" != 1 ]; then
-        compose down -v --timeout 20 || true
-        [ -z "$WHEEL_SERVER" ] || kill "$WHEEL_SERVER" || true
-        if [ -n "$INSIDE" ] && [ -f "$DIR/engine.pid" ]; then
-            engine=$(cat "$DIR/engine.pid")
-            kill "$engine" || true
-            tail --pid="$engine" -f /dev/null || true
-            ip netns del $NETNS || true
-        fi
-    fi
+    [ "${COMPOSE_TEST_KEEP:-}" != 1 ] || exit $code
+    compose down -v --timeout 20 > /dev/null 2>&1 || true
+    [ -z "$WHEEL_SERVER" ] || kill "$WHEEL_SERVER" || true
+    # The files of an engine that did not stop are left alone.
+    if [ -z "$INSIDE" ] || stop_engine; then rm -rf "$DIR"; else code=1; fi
     exit $code
 }
+
+stop_engine() {
+    say "stopping the engine"
+    if [ -f "$DIR/engine.pid" ]; then
+        local engine
+        engine=$(cat "$DIR/engine.pid")
+        kill "$engine" && wait_for 60 "the end of the engine" gone "$engine" || return 1
+    fi
+    ip netns del $NETNS
+}
+
+gone() { ! kill -0 "$1"; }
 
 install_engine() {
     [ "$(id -u)" = 0 ] || { echo "no container engine here, and installing one needs root" >&2; exit 1; }
@@ -78,6 +91,10 @@ start_engine() {
     # Not `ip netns exec`: it mounts another /sys, in which the engine finds no control groups.
     $INSIDE ip link set lo up
     export DOCKER_HOST=unix://$DIR/docker.sock
+    if docker info > /dev/null 2>&1; then
+        echo "it still runs"
+        return
+    fi
     $INSIDE dockerd --data-root "$DIR/data" --exec-root "$DIR/exec" --pidfile "$DIR/engine.pid" -H "$DOCKER_HOST" \
         > "$DIR/engine.log" 2>&1 &
     wait_for 30 "the engine" docker info
@@ -96,9 +113,13 @@ wait_for() {
 make_base_images() {
     docker image inspect python:3.11-slim redis:7 > /dev/null 2>&1 && return
     say "making base images from Debian packages"
-    [ -f "$DIR/base.tar" ] || mmdebstrap --quiet --variant=minbase \
-        --include=python3,python3-venv,python3-pip,python-is-python3,ca-certificates,redis-server \
-        bookworm "$DIR/base.tar" "$MIRROR"
+    if [ ! -f "$DIR/base.tar" ]; then
+        mmdebstrap --quiet --variant=minbase --dpkgopt='path-exclude=/usr/share/doc/*' \
+            --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+            --include=python3,python3-venv,python-is-python3,ca-certificates,redis-server \
+            bookworm "$DIR/base.part.tar" "$MIRROR"
+        mv "$DIR/base.part.tar" "$DIR/base.tar"
+    fi
     docker import "$DIR/base.tar" python:3.11-slim
     docker tag python:3.11-slim redis:7
 }
@@ -106,6 +127,8 @@ make_base_images() {
 collect_wheels() {
     say "collecting wheels"
     # The last two: what builds the package, and what redis needs on a Python before 3.11.3.
+    # The images have the Python of Debian 12.
+    .venv/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "the wheels must be for Python 3.11")'
     [ -d "$DIR/wheels" ] || .venv/bin/python -m pip wheel -q --disable-pip-version-check -w "$DIR/wheels.part" \
         -c constraints.txt ".[${SERVICES// /,}]" 'hatchling>=1.27,<2' async-timeout
     [ -d "$DIR/wheels" ] || mv "$DIR/wheels.part" "$DIR/wheels"
@@ -114,35 +137,96 @@ collect_wheels() {
 }
 
 build_images() {
+    local service began
     for service in $SERVICES; do
         say "building paceline/$service"
+        began=$SECONDS
         DOCKER_BUILDKIT=0 docker build -q --network host -f "deploy/docker/$service.Dockerfile" \
             --build-arg PIP_OPTIONS="--no-index --find-links http://127.0.0.1:8765/" -t "paceline/$service:$VERSION" .
+        echo "$((SECONDS - began)) s"
     done
+    kill "$WHEEL_SERVER"
+    WHEEL_SERVER=""
     docker image ls --format '{{.Repository}}:{{.Tag}} {{.Size}}' 'paceline/*'
 }
 
-has_steps() {
-    [ "$(compose exec -T trainer cat /var/lib/paceline/run/metrics.jsonl | wc -l)" -ge "$STEPS" ]
+# The services run as a user of their own, who must be able to read the project whatever this user's umask was.
+make_project() {
+    mkdir -p "$DIR/project/examples" "$DIR/project/tests/assets"
+    cp -R examples/sort4 "$DIR/project/examples/"
+    cp -R tests/assets/sort4 "$DIR/project/tests/assets/"
+    chmod -R a+rX "$DIR/project"
 }
 
-answers() {
-    $INSIDE python3 -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=10).status)' "$1"
+# probe [--more STEPS]: what scripts/compose_probe.py says of the run, from inside
+probe() {
+    compose exec -T coordinator python - run --run-id "$RUN_ID" --metrics /var/lib/paceline/run/metrics.jsonl "$@" \
+        < scripts/compose_probe.py
+}
+
+check_health() {
+    local unhealthy
+    unhealthy=$(compose ps -a --format '{{.Service}} {{.Health}}' | grep -v ' healthy$' || true)
+    [ -z "$unhealthy" ] || { echo "not healthy: $unhealthy" >&2; return 1; }
+    [ "$(compose ps -q | wc -l)" -eq 9 ] || { echo "not nine containers" >&2; return 1; }
+}
+
+check_images() {
+    local service
+    for service in $SERVICES; do
+        # Only the trainer and the engine may carry torch.
+        case $service in trainer | engine) continue ;; esac
+        if compose exec -T "$service" python -c 'import torch' 2> /dev/null; then
+            echo "torch in $service" >&2
+            return 1
+        fi
+    done
 }
 
 check_run() {
-    say "waiting for step $STEPS"
-    wait_for 240 "step $STEPS" has_steps
-    compose exec -T trainer tail -n 1 /var/lib/paceline/run/metrics.jsonl
-    answers http://127.0.0.1:8080/
-    answers http://127.0.0.1:8000/v1/models
-    unhealthy=$(compose ps --format '{{.Service}} {{.Health}}' | grep -v ' healthy$' || true)
-    [ -z "$unhealthy" ] || { echo "not healthy: $unhealthy" >&2; return 1; }
-    for service in coordinator router rollout reward gateway dashboard; do
-        # Only the trainer and the engine may carry torch.
-        ! compose exec -T $service python -c 'import torch' 2> /dev/null || { echo "torch in $service" >&2; return 1; }
+    say "waiting for $STEPS steps"
+    probe --more "$STEPS"
+    $INSIDE python3 scripts/compose_probe.py http http://127.0.0.1:8000 http://127.0.0.1:8080
+    check_health
+    check_images
+    compose ps --format 'table {{.Service}}\t{{.Status}}'
+}
+
+# A container that `docker kill` stopped is held to be stopped on purpose; one whose process dies comes back by itself.
+check_deaths() {
+    local service before
+    for service in trainer redis; do
+        say "docker compose kill $service, and up again"
+        compose kill -s KILL $service
+        compose ps -a --format '{{.Service}} {{.Status}}' $service
+        compose up --wait --wait-timeout 120 --no-build $service
+        probe --more "$STEPS"
     done
-    compose ps
+    for service in engine rollout trainer; do
+        say "killing the process of $service; its restart policy brings it back"
+        before=$(restarts $service)
+        kill_process $service
+        wait_for 60 "a restart of $service" restarted $service "$before"
+        probe --more "$STEPS"
+    done
+    wait_for 60 "health" check_health
+}
+
+restarts() { docker inspect --format '{{.RestartCount}}' "$(compose ps -aq "$1")"; }
+
+restarted() { [ "$(restarts "$1")" -gt "$2" ]; }
+
+# From inside, as the engine may be on another machine. The first process, an init, cannot be killed from there.
+# shellcheck disable=SC2016 # for the shell in the container
+kill_process() {
+    compose exec -T "$1" sh -c 'kill -KILL $(cat /proc/1/task/1/children)' || true
+}
+
+take_down() {
+    say "taking everything down"
+    compose down -v --timeout 20
+    [ -z "$(docker ps -aq --filter label=com.docker.compose.project=paceline)" ]
+    [ -z "$(docker volume ls -q --filter label=com.docker.compose.project=paceline)" ]
 }
 
 trap clean_up EXIT
@@ -156,7 +240,12 @@ else
     collect_wheels
     build_images
 fi
+make_project
 say "starting everything"
+began=$SECONDS
 compose up --wait --wait-timeout 300 --no-build
+echo "up and healthy in $((SECONDS - began)) s"
 check_run
+check_deaths
+take_down
 say "passed"
