@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,15 +131,17 @@ def stock_turn(model: Any, prompts: np.ndarray, new: int) -> int:
     return int((out.shape[1] - ids.shape[1]) * out.shape[0])
 
 
-async def best(turns: int, work: Callable[[int], Awaitable[int]], tokens: int) -> Side:
-    """The best of several turns."""
-    sides = []
-    for turn in range(turns):
-        cpu, wall = time.process_time(), time.monotonic()
-        found = await work(turn)
-        sides.append(Side(time.process_time() - cpu, time.monotonic() - wall))
-        if found != tokens:
-            raise SystemExit(f"{found} tokens came, {tokens} were asked for")
+async def timed(work: Awaitable[int], tokens: int) -> Side:
+    """How long some generation took; it must give `tokens` tokens."""
+    cpu, wall = time.process_time(), time.monotonic()
+    found = await work
+    if found != tokens:
+        raise SystemExit(f"{found} tokens came, {tokens} were asked for")
+    return Side(time.process_time() - cpu, time.monotonic() - wall)
+
+
+def best(sides: list[Side]) -> Side:
+    """The least of each kind of time."""
     return Side(min(item.cpu for item in sides), min(item.wall for item in sides))
 
 
@@ -178,13 +180,12 @@ async def measure(shape: Shape, dtype: str, turns: int, folder: Path) -> list[di
     for length, new in ((32, 16), (32, 32), (256, 16), (256, 32)):
         tokens = shape.prompts * GROUP * new
 
-        async def engine_work(turn: int, length: int = length, new: int = new) -> int:
-            return await engine_turn(backend, prompts_of(shape, length, turn), new, turn)
-
-        async def stock_work(turn: int, length: int = length, new: int = new) -> int:
-            return stock_turn(stock, prompts_of(shape, length, turn), new)
-
-        ours, theirs = await best(turns, engine_work, tokens), await best(turns, stock_work, tokens)
+        engine_sides, stock_sides = [], []
+        for turn in range(turns):
+            prompts = prompts_of(shape, length, turn)
+            engine_sides.append(await timed(engine_turn(backend, prompts, new, turn), tokens))
+            stock_sides.append(await timed(asyncio.to_thread(stock_turn, stock, prompts, new), tokens))
+        ours, theirs = best(engine_sides), best(stock_sides)
         floor = floor_seconds(shape, length, new, rate)
         rows.append({
             "model": shape.name, "dtype": dtype, "prompts": shape.prompts, "group": GROUP, "prompt_tokens": length,

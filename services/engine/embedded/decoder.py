@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 
 from services.engine.embedded.attention import DecodeBatch, PrefillBatch
 from services.engine.embedded.cache import STEP, KeyValueCache, padded
+from services.engine.embedded.packed import PackedLinears, Product, product
 from services.engine.embedded.prefixes import LANES, Fill, PrefixTable
 from services.engine.embedded.sampler import Drawn, Draws, Sampler
 from services.engine.embedded.scheduler import Sequence
@@ -25,7 +26,13 @@ class Decoder:
     """Runs a transformers model over the cache. All calls come from one thread."""
 
     def __init__(
-        self, model: torch.nn.Module, capacity: int, max_length: int, prefill_tokens: int, device: torch.device
+        self,
+        model: torch.nn.Module,
+        capacity: int,
+        max_length: int,
+        prefill_tokens: int,
+        device: torch.device,
+        packed_from: int = 0,
     ) -> None:
         self.model = model
         self.device = device
@@ -33,15 +40,29 @@ class Decoder:
         self.cache = KeyValueCache(capacity + 1, padded(capacity, MIN_ROWS), max_length)
         self.spare_slot = capacity
         self._prefill_tokens = prefill_tokens
+        self._packed_from = packed_from
+        self._packed = PackedLinears(model, packed_from)
+        self._sampler = Sampler(0, device)
         self.rebind()
         self._hidden: list[torch.Tensor | None] = [None] * (capacity + 1)
         self._places = torch.arange(self.cache.max_length, device=device)
 
+    @torch.no_grad()
     def rebind(self) -> None:
-        """Look the model's parts up again, after modules were replaced."""
+        """Look up the model's parts and pack its weights again: modules were replaced, or weights have changed."""
+        self._packed.refresh()
         self._body: torch.nn.Module = self.model.get_decoder()  # type: ignore[operator]
         self._head: torch.nn.Module = self.model.get_output_embeddings()  # type: ignore[operator]
-        self._sampler = Sampler(self.model.get_output_embeddings().weight.shape[0], self.device)  # type: ignore[operator]
+        weight: torch.Tensor = self._head.weight  # type: ignore[assignment]
+        if weight.shape[0] != self._sampler.vocabulary:
+            self._sampler = Sampler(weight.shape[0], self.device)
+        # In pieces that stay in the CPU's cache: much faster than one product for a large vocabulary.
+        self._head_pieces: list[tuple[int, int, Product]] | None = None
+        if type(self._head) is torch.nn.Linear and self._head.bias is None and self.device.type == "cpu":
+            edges = [*range(0, weight.shape[0], HEAD_PIECE), weight.shape[0]]
+            self._head_pieces = [
+                (first, last, product(weight[first:last], self._packed_from)) for first, last in pairwise(edges)
+            ]
 
     @torch.inference_mode()
     def fill(self, fills: SequenceOf[Fill]) -> None:
@@ -102,14 +123,11 @@ class Decoder:
     def _score(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states [rows, hidden size] in the sampler's float32 buffer."""
         scores = self._sampler.scores(len(hidden))
-        vocabulary = self._sampler.vocabulary
-        if type(self._head) is not torch.nn.Linear or self._head.bias is not None or self.device.type != "cpu":
-            scores[:, :vocabulary].copy_(self._head(hidden))
+        if self._head_pieces is None:
+            scores[:, : self._sampler.vocabulary].copy_(self._head(hidden))
             return scores
-        # In pieces that stay in the CPU's cache: much faster than one product for a large vocabulary.
-        for first in range(0, vocabulary, HEAD_PIECE):
-            last = min(first + HEAD_PIECE, vocabulary)
-            scores[:, first:last].copy_(F.linear(hidden, self._head.weight[first:last]))
+        for first, last, multiply in self._head_pieces:
+            scores[:, first:last].copy_(multiply(hidden))
         return scores
 
     def _prefill(self, items: SequenceOf[Fill], length: int) -> None:

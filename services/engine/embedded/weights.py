@@ -69,7 +69,7 @@ class ModelWeights:
 
     @torch.no_grad()
     def swap(self, publication: Publication) -> bool:
-        """Copy a publication into the model; True when modules were replaced (the first adapter).
+        """Copy a publication into the model; True when base weights or modules changed, False when only an adapter did.
 
         FailedPrecondition names the tensor that does not fit.
         """
@@ -79,7 +79,7 @@ class ModelWeights:
                 f"weight version {publication.weight_version} is {kind!r} and the engine serves {self._kind!r}; "
                 "restart the engine to change the kind of weights"
             )
-        changed = False
+        changed = kind == "full"
         if kind == "adapter":
             changed = self._inject(publication)
         targets = self._targets(publication)

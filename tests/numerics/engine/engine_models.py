@@ -107,9 +107,10 @@ def wants(name: str, ids: np.ndarray, seeds: Sequence[int], **options) -> Reques
 
 @asynccontextmanager
 async def engine(folder: Path, **settings) -> AsyncIterator[Embedded]:
-    """A loaded backend that serves the folder's own weights as version 1."""
+    """A loaded backend that serves the folder's own weights as version 1; settings of [engine], and packed_from."""
+    options = Embedded.Options(packed_from=settings.pop("packed_from", 100_000))
     config = EngineConfig(**{"max_sequences": 32, "max_sequence_length": 256, **settings})
-    backend = Embedded(Embedded.Options(), config, str(folder))
+    backend = Embedded(options, config, str(folder))
     await backend.load()
     backend.serve_base_weights()
     try:

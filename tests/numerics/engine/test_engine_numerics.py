@@ -39,9 +39,9 @@ async def test_greedy_tokens_equal_those_of_transformers_generate(folder, refere
     assert found.tokens == expected[0, length:].tolist()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-async def test_sampler_logprobs_equal_a_teacher_forced_forward(folder, reference, temperature: float):
-    async with engine(folder) as backend:
+@pytest.mark.parametrize(("temperature", "packed_from"), [(1.0, 0), (0.7, 0), (1.3, 0), (1.0, 1)])
+async def test_sampler_logprobs_equal_a_teacher_forced_forward(folder, reference, temperature: float, packed_from: int):
+    async with engine(folder, packed_from=packed_from) as backend:
         for length in (1, 40):
             ids = prompt(length, 3)
             request = wants(f"r{length}", ids, range(10), temperature=temperature, max_new_tokens=50)
@@ -68,13 +68,13 @@ def company(count: int) -> list:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["grouped", "sort4"])
+@pytest.mark.parametrize("model", ["grouped", "packed", "sort4"])
 async def test_tokens_and_logprobs_are_bitwise_the_same_alone_and_in_company(folder, dtype: str, model: str):
-    where = folder if model == "grouped" else SORT4
+    where = SORT4 if model == "sort4" else folder
     requests = company(24)
     if model == "sort4":
         requests = [wants(r.request_id, r.prompt % 51, r.seeds, **vars_of(r)) for r in requests]
-    async with engine(where, dtype=dtype) as backend:
+    async with engine(where, dtype=dtype, packed_from=int(model == "packed")) as backend:
         alone = [await collect(backend, request) for request in requests]
         arrivals = random.Random(1)
 

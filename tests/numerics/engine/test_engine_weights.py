@@ -55,9 +55,10 @@ async def start_long(backend, name: str = "long", samples: int = 2, **options):
     return task, outputs
 
 
-async def test_after_a_full_update_tokens_are_those_of_the_published_weights(folder, other, version2):
+@pytest.mark.parametrize("packed_from", [0, 1])
+async def test_after_a_full_update_tokens_are_those_of_the_published_weights(folder, other, version2, packed_from: int):
     ids = prompt(25)
-    async with engine(folder) as backend:
+    async with engine(folder, packed_from=packed_from) as backend:
         applied = await backend.apply(version2, 2, "in_place")
         [found] = await collect(backend, wants("a", ids, [3], max_new_tokens=30))
     assert applied.digest == Manifest.read(version2).digest
@@ -147,7 +148,7 @@ async def test_adapters_are_served_as_peft_computes_them(folder, tmp_path, dtype
     base = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model = peft.get_peft_model(base, peft.PeftConfig.from_peft_type(**LORA)).eval()
     ids = prompt(25)
-    async with engine(folder, dtype=dtype) as backend:
+    async with engine(folder, dtype=dtype, packed_from=1) as backend:
         [before] = await collect(backend, wants("before", ids, [3], max_new_tokens=20))
         for version in (2, 3):
             torch.manual_seed(version)
