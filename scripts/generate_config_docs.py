@@ -36,8 +36,8 @@ the value read as TOML where it parses and as text where it does not; an item of
 `evaluation.0.num_prompts=8`. Every service reads the whole file and takes its own section.
 
 A *plug-in table* has a `name` (a built-in, an installed entry point of the group `paceline.<kind>`, or an import path
-`module:attribute`) and beside it the options of that plug-in, which are listed at the end of this page. Where the key has
-a default plug-in, a table without `name` sets options of that one.
+`module:attribute`) and beside it the options of that plug-in, which are listed at the end of this page. Where the key
+has a default plug-in, a table without `name` sets options of that one.
 
 Addresses, ports and the Redis of a place are not in the run file: see [operations.md](operations.md).
 """
