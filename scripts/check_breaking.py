@@ -1,4 +1,4 @@
-"""Fail when a proto breaks the wire or its JSON against the newest release tag; without a tag there is nothing to break."""
+"""Fail when a proto breaks the wire or its JSON against the newest release; before one nothing can."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Make tests/assets/sort4: a character transformer of 0.1M parameters with a habit that training by reward changes.
 
 It is warmed up on demonstrations of sorting four letters of which 60 % are wrong, until about 30 % of its sampled
-answers are right. Training by reward then removes the wrong habit within tens of steps. It shows that the loop works, nothing more.
+answers are right. Training by reward then removes the wrong habit within tens of steps. It shows that the
+loop works, nothing more.
 """
 
 from __future__ import annotations

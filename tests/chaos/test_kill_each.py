@@ -43,12 +43,12 @@ def configuration(directory: Path, *overrides: str) -> RunFile:
 async def complete(config: RunFile, victims: list[str]) -> tuple[Account, dict[int, pb.StepRecord], Launcher]:
     """Run to the end, killing one victim after each recorded step."""
     config.directory.mkdir(parents=True)
-    news: list[str] = []
-    launcher = Launcher(config, news.append)
+    news: asyncio.Queue[str] = asyncio.Queue()
+    launcher = Launcher(config, news.put_nowait)
     try:
         await launcher.start()
         observer = Observer(launcher.addresses["coordinator-0"], config.run.name)
-        killer = asyncio.create_task(kill_in_turn(launcher, observer, list(victims)))
+        killer = asyncio.create_task(kill_in_turn(launcher, observer, list(victims), news))
         async with asyncio.timeout(200):
             assert await launcher.watch(), launcher.failure
             records = await all_records(observer, config.run.steps)
@@ -63,19 +63,19 @@ async def complete(config: RunFile, victims: list[str]) -> tuple[Account, dict[i
         await launcher.stop()
 
 
-async def kill_in_turn(launcher: Launcher, observer: Observer, victims: list[str]) -> None:
+async def kill_in_turn(launcher: Launcher, observer: Observer, victims: list[str], news: asyncio.Queue[str]) -> None:
     """One victim a new step, each after the one before has come back."""
     highest = 0
     async for record in observer.follow_steps():
         if record.step <= highest or not victims:
             continue
         highest = record.step
-        child = launcher.children[victims.pop(0)]
-        restarts = child.restarts
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        while child.restarts == restarts or child.state != "running":
-            await asyncio.sleep(0.02)  # a poll on the restart, under the run's deadline
+        victim = victims.pop(0)
+        pid = launcher.children[victim].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        while await news.get() != f"{victim} is back":
+            pass
 
 
 async def all_records(observer: Observer, steps: int) -> dict[int, pb.StepRecord]:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -150,6 +151,7 @@ async def _watch(
                 task.result()
         return None if not outcome.done() else outcome.result() if until_done or not outcome.result() else None
     finally:
-        for task in (*background, outcome, stop):
+        everything: list[asyncio.Task[Any]] = [*background, outcome, stop]
+        for task in everything:
             task.cancel()
-        await asyncio.gather(*background, outcome, stop, return_exceptions=True)
+        await asyncio.gather(*everything, return_exceptions=True)

@@ -144,6 +144,7 @@ class Launcher:
             await asyncio.sleep(delay)
             try:
                 await child.start(self.config.launcher.start_timeout_seconds)
+                self._notify(f"{child.spec.name} is back")
             except StartFailed as error:
                 if child.last_exit == EXIT_CONFIG:
                     self._fail(str(error))

@@ -71,7 +71,7 @@ class ServiceContext:
 
     def coordinator(self) -> coordinator_grpc.CoordinatorServiceAsyncStub:
         """A stub of the run's coordinator."""
-        return coordinator_grpc.CoordinatorServiceStub(self.channel("coordinator"))
+        return coordinator_grpc.CoordinatorServiceStub(self.channel("coordinator"))  # type: ignore[return-value]
 
     def redis(self) -> redis.asyncio.Redis:
         """The Redis client of this process. Blocking reads must stay under its 30 s socket timeout."""

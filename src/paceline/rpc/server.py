@@ -54,16 +54,20 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns exceptions of a handler into gRPC codes; an unexpected one becomes INTERNAL with an id found in the log."""
 
     async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]], details: Any
+        self, continuation: Callable[..., Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        handler: Any = await continuation(details)
+        handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
         wrap = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        guarded = _guard_stream(inner, details.method) if handler.response_streaming else _guard(inner, details.method)
+        guarded = (
+            _guard_stream(inner, handler_call_details.method)
+            if handler.response_streaming
+            else _guard(inner, handler_call_details.method)
+        )
         return wrap(guarded, handler.request_deserializer, handler.response_serializer)
 
 
@@ -112,7 +116,7 @@ class RpcServer:
         self.server = grpc.aio.server(
             interceptors=[*tracing.server_interceptors(), _ErrorInterceptor()], options=_OPTIONS
         )
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         status_grpc.add_StatusServiceServicer_to_server(StatusServer(board), self.server)
         self.address = ""
