@@ -15,6 +15,7 @@ from opentelemetry.util.types import AttributeValue
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.config import RunFile
+from paceline.ids import GroupId
 from paceline.ledger import Ledger
 from paceline.rpc import errors
 from paceline.rpc.status import StatusBoard, timestamp
@@ -198,8 +199,7 @@ class TrainingLoop:
             token = await patiently(lambda: parts.ledger.wait_change("", 0.0), "Redis", self._activity)
             answer: Claim | NotReady = await patiently(
                 lambda: parts.stream.claim(
-                    consumer, step, rollout.groups_per_step, self._version, bound, rollout.too_stale,
-                    rollout.max_attempts,
+                    consumer, step, rollout.groups_per_step, self._version, bound, rollout.too_stale
                 ), "Redis", self._activity,
             )  # fmt: skip
             if isinstance(answer, Claim):
@@ -233,7 +233,7 @@ class TrainingLoop:
             result.values[names.STALENESS_MAX] = max(staleness)
 
     def _make_record(self, step: int, groups: list[SampleGroup], result: StepResult) -> dict[str, Any]:
-        ordered = sorted((group.group_id for group in groups), key=_group_order)
+        ordered = sorted((group.group_id for group in groups), key=GroupId.parse)
         finite = {name: value for name, value in result.values.items() if math.isfinite(value)}
         return {
             "step": step, "weight_version": self._version, "time": time.time(), "group_ids": ordered,
@@ -288,8 +288,3 @@ def _oldest(group: SampleGroup) -> int | None:
         return group.oldest_version
     except InvalidSample:
         return None
-
-
-def _group_order(group_id: str) -> tuple[int, int]:
-    epoch, _, index = group_id.removeprefix("e").partition(".")
-    return int(epoch), int(index)
