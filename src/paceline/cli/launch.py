@@ -20,6 +20,7 @@ from paceline.launcher.launcher import Launcher
 from paceline.launcher.process import EXIT_CONFIG, StartFailed
 
 INTERRUPTED = 130
+LAST_RECORDS_SECONDS = 5.0
 Finish = Callable[[Launcher, Observer, float], Awaitable[None]]
 
 
@@ -142,14 +143,20 @@ async def _watch(
     outcome = asyncio.create_task(launcher.watch())
     stop = asyncio.create_task(interrupted.wait())
     try:
-        await asyncio.wait({outcome, stop, *background}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({outcome, stop, background[1]}, return_when=asyncio.FIRST_COMPLETED)
+        if not (outcome.done() or stop.done()):
+            background[1].result()
         if outcome.done() and outcome.result() and not until_done:
             progress.message("the run has finished; services stay up until Ctrl-C")
-            await stop
-        for task in background:
-            if task.done() and not stop.done():
-                task.result()
-        return None if not outcome.done() else outcome.result() if until_done or not outcome.result() else None
+            failing = asyncio.create_task(launcher.failed.wait())
+            await asyncio.wait({stop, failing}, return_when=asyncio.FIRST_COMPLETED)
+            failing.cancel()
+            return None if stop.done() else False
+        if outcome.done():
+            # The last records may still be on their way.
+            await asyncio.wait({background[0]}, timeout=LAST_RECORDS_SECONDS)
+            return outcome.result()
+        return None
     finally:
         everything: list[asyncio.Task[Any]] = [*background, outcome, stop]
         for task in everything:

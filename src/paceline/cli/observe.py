@@ -64,7 +64,7 @@ class Observer:
             await channel.close()
 
     async def follow_steps(self) -> AsyncIterator[pb.StepRecord]:
-        """Every record, old ones first; one that a replay changed comes again. What is known already does not."""
+        """Every record until the run has ended, old ones first; one that a replay changed comes again."""
         while True:
             request = pb.WatchStepsRequest(run_id=self._run_id, start_step=0)
             try:
@@ -75,6 +75,8 @@ class Observer:
                         yield response.record
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.3)  # the coordinator restarts; the stream is asked for again from the start
+            else:
+                return
 
     def _keep(self, record: pb.StepRecord) -> bool:
         """Put a record into the view; False when it was there as it is."""

@@ -39,6 +39,12 @@ class SamplingConfig(StrictModel):
     stop_token_ids: list[int] = []
 
 
+class EvaluationSamplingConfig(SamplingConfig):
+    """How tokens are drawn in an evaluation: greedily unless said otherwise."""
+
+    temperature: float = Field(default=0.0, ge=0, le=10)
+
+
 class RolloutConfig(StrictModel):
     """How groups are produced."""
 
@@ -76,4 +82,4 @@ class EvaluationConfig(StrictModel):
     samples_per_prompt: int = Field(default=1, ge=1)
     every_steps: int = Field(default=0, ge=0)
     """Evaluate before the first step, after every so many and after the last; 0 means only when asked."""
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()

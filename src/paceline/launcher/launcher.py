@@ -12,11 +12,12 @@ from pathlib import Path
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as pb_grpc
-from paceline.config import RunFile
+from paceline.config import RunFile, plugin_options
 from paceline.config.place import SERVICES
 from paceline.ids import new_id
 from paceline.launcher.process import EXIT_CONFIG, Child, Spec, StartFailed
 from paceline.launcher.redis_server import RedisServer
+from paceline.plugins import registry
 from paceline.rpc.client import open_channel
 
 Notify = Callable[[str], None]
@@ -35,7 +36,7 @@ class Launcher:
         self._notify = notify
         self._first_engine = first_engine
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failed = asyncio.Event()
+        self.failed = asyncio.Event()
         self._redis: RedisServer | None = None
 
     @property
@@ -153,17 +154,17 @@ class Launcher:
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
-        self._failed.set()
+        self.failed.set()
 
     async def watch(self) -> bool:
         """Return True when the trainer has finished its run, False when a process cannot go on (`failure` says why)."""
-        waits = [asyncio.create_task(self.finished.wait()), asyncio.create_task(self._failed.wait())]
+        waits = [asyncio.create_task(self.finished.wait()), asyncio.create_task(self.failed.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waits:
                 task.cancel()
-        return not self._failed.is_set()
+        return not self.failed.is_set()
 
     async def stop(self) -> None:
         """Stop everything in reverse order of the start; Redis last, so that the others can say goodbye."""
@@ -173,6 +174,16 @@ class Launcher:
         for child in reversed(self.children.values()):
             await child.stop(self.config.launcher.stop_timeout_seconds)
         (self.directory / "launcher.json").unlink(missing_ok=True)
+        await asyncio.to_thread(self._free_memory)
+
+    def _free_memory(self) -> None:
+        """Give back what published weights hold in memory; a later start publishes the checkpoint's again."""
+        table = self.config.weights.transport
+        plugin = registry("transport").load(table.name)
+        options = plugin_options(table, plugin.Options, "weights.transport")
+        transport = plugin(options, self.directory, self.config.run.name)
+        if not transport.durable:
+            transport.collect(set())
 
     def _write_addresses(self) -> None:
         """Tell `paceline status` and its like where everything is."""

@@ -12,8 +12,10 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, SamplingResult, TraceIdRatioBased
 from opentelemetry.util.types import AttributeValue
+
+from paceline.telemetry import names
 
 _TRACER = trace.get_tracer("paceline")
 _QUIET_METHODS = (
@@ -30,6 +32,20 @@ _QUIET_METHODS = (
 _state: dict[str, Any] = {"enabled": False}
 
 
+class GroupSampler(Sampler):
+    """Samples a share of the groups' traces, and everything else that starts a trace: steps, publications."""
+
+    def __init__(self, ratio: float) -> None:
+        self._groups = TraceIdRatioBased(ratio)
+
+    def should_sample(self, parent_context: Any, trace_id: int, name: str, *rest: Any, **named: Any) -> SamplingResult:
+        chosen = self._groups if name == names.SPAN_ROLLOUT_GROUP else ALWAYS_ON
+        return chosen.should_sample(parent_context, trace_id, name, *rest, **named)
+
+    def get_description(self) -> str:
+        return f"GroupSampler{{{self._groups.rate}}}"
+
+
 def set_up(service: str, run_id: str, member_id: str, endpoint: str, sample_ratio: float = 1.0) -> None:
     """Export spans to the OTLP/gRPC receiver at `endpoint` (host:port). An empty endpoint leaves tracing off.
 
@@ -42,7 +58,7 @@ def set_up(service: str, run_id: str, member_id: str, endpoint: str, sample_rati
         "service.instance.id": member_id,
         "paceline.run_id": run_id,
     })  # fmt: skip
-    provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)))
+    provider = TracerProvider(resource=resource, sampler=ParentBased(GroupSampler(sample_ratio)))
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True, timeout=5)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=500))
     trace.set_tracer_provider(provider)
