@@ -18,6 +18,7 @@ from paceline.config import RunFile
 from paceline.config.data import EvaluationConfig
 from paceline.ids import sample_seed
 from paceline.rpc import errors
+from paceline.rpc.patience import PAUSE_SECONDS, until_available
 from paceline.rpc.status import Activity, StatusBoard
 from paceline.samples import Sample
 from paceline.telemetry import names, tracing
@@ -26,7 +27,6 @@ from services.rollout.episodes.base import GroupTask, Refused
 from services.rollout.evaluation_metrics import summarize
 from services.rollout.evaluation_store import EvaluationStore
 from services.rollout.generation import Deadline
-from services.rollout.patience import PAUSE_SECONDS, until_available
 from services.rollout.producer import Producer
 from services.rollout.sources.base import Source
 from services.rollout.versions import NewestVersion

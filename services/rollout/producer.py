@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from paceline.rpc import errors
+from paceline.rpc.patience import PAUSE_SECONDS
 from paceline.samples import ABORTED, FAILED, Sample
 from paceline.telemetry import names, tracing
 from services.rollout.board import GroupBoard
 from services.rollout.episodes.base import Episode, GroupTask
 from services.rollout.generation import GenerationClient
 from services.rollout.grading import GradingClient
-from services.rollout.patience import PAUSE_SECONDS
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from paceline.api.weights.v1.weights_pb2 import WeightVersion
 from paceline.config import RunFile
 from paceline.ledger import Account, Issue, Ledger
 from paceline.rpc import errors
+from paceline.rpc.patience import PAUSE_SECONDS, until_available
 from paceline.rpc.status import StatusBoard
 from paceline.samples import SampleGroup
 from paceline.stream import SampleStream
@@ -22,7 +23,6 @@ from services.rollout.admission import Bounds, Decision, Standing, decide
 from services.rollout.attempt import Attempts, Dropped, Failed, Kept, Outcome
 from services.rollout.bell import Bell, Hold
 from services.rollout.board import GroupBoard
-from services.rollout.patience import PAUSE_SECONDS, until_available
 from services.rollout.versions import NewestVersion
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from paceline.api.weights.v1.weights_pb2 import WeightVersion
 from paceline.config import ConfigError, PluginTable, RunFile, plugin_options
 from paceline.ledger import Ledger
 from paceline.plugins import UnknownPlugin, registry
+from paceline.rpc.patience import until_available
 from paceline.rpc.status import StatusBoard
 from paceline.stream import SampleStream
 from paceline.tokenizer import Tokenizer
@@ -29,7 +30,6 @@ from services.rollout.evaluation_store import EvaluationStore
 from services.rollout.filters.base import Filter
 from services.rollout.generation import GenerationClient
 from services.rollout.grading import GradingClient
-from services.rollout.patience import until_available
 from services.rollout.producer import Producer
 from services.rollout.production import Production
 from services.rollout.server import RolloutServer

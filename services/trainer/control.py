@@ -12,9 +12,9 @@ from paceline.api.weights.v1 import weights_pb2
 from paceline.ids import new_id
 from paceline.rpc import errors
 from paceline.rpc.following import STREAM_SECONDS, follow
+from paceline.rpc.patience import until_available
 from paceline.rpc.status import Activity
 from services.trainer.checkpoint import Checkpoint
-from services.trainer.patience import patiently
 
 log = logging.getLogger(__name__)
 
@@ -128,4 +128,6 @@ class Control:
 
     async def _call(self, method: str, request: Any) -> Any:
         call: Callable[..., Any] = getattr(self._stub, method)
-        return await patiently(lambda: call(request, timeout=_CALL_SECONDS), f"coordinator, {method}", self._activity)
+        return await until_available(
+            lambda: call(request, timeout=_CALL_SECONDS), f"coordinator, {method}", self._activity.waiting
+        )

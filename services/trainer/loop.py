@@ -18,6 +18,7 @@ from paceline.config import RunFile
 from paceline.ids import GroupId
 from paceline.ledger import Ledger
 from paceline.rpc import errors
+from paceline.rpc.patience import until_available
 from paceline.rpc.status import StatusBoard, timestamp
 from paceline.samples import InvalidSample, SampleGroup
 from paceline.stream import Claim, NotReady, SampleStream
@@ -27,7 +28,6 @@ from services.trainer.checkpoint import Checkpoint, CheckpointStore
 from services.trainer.control import Control
 from services.trainer.exporting import export_run
 from services.trainer.metrics import MetricsFile
-from services.trainer.patience import patiently
 from services.trainer.publication import Publisher, Snapshot
 from services.trainer.recovery import LEDGER_PART, Recovery, StartingPoint
 from services.trainer.spans import record_phases, set_values
@@ -140,10 +140,10 @@ class TrainingLoop:
         parts = self._parts
         token = ""
         while True:
-            token = await patiently(lambda: parts.ledger.wait_change("", 0.0), "Redis", self._activity)
+            token = await until_available(lambda: parts.ledger.wait_change("", 0.0), "Redis", self._activity.waiting)
             try:
-                await patiently(parts.ledger.attach, "Redis", self._activity)
-                await patiently(parts.stream.attach, "Redis", self._activity)
+                await until_available(parts.ledger.attach, "Redis", self._activity.waiting)
+                await until_available(parts.stream.attach, "Redis", self._activity.waiting)
                 return
             except errors.FailedPrecondition:
                 await self._wait("rollout, which has not begun to read the data", token)
@@ -152,7 +152,9 @@ class TrainingLoop:
         if self._parts.run_ended():
             raise RunEnded
         with self._activity.waiting(cause):
-            await patiently(lambda: self._parts.ledger.wait_change(token, _LOOK_SECONDS), "Redis", self._activity)
+            await until_available(
+                lambda: self._parts.ledger.wait_change(token, _LOOK_SECONDS), "Redis", self._activity.waiting
+            )
         if self._parts.run_ended():
             raise RunEnded
 
@@ -171,7 +173,7 @@ class TrainingLoop:
             self._activity.set(f"training step {step} on {len(claim.groups)} groups")
             result = await parts.worker.run(parts.trainer.train, step, claim.groups)
             record_phases(step, claim.groups, result, claimed)
-            await patiently(lambda: parts.stream.mark_trained(step), "Redis", self._activity)
+            await until_available(lambda: parts.stream.mark_trained(step), "Redis", self._activity.waiting)
             self._step = step
             self._add_claim(result, claim, claimed - began)
             published = time.time()
@@ -196,11 +198,11 @@ class TrainingLoop:
         bound = None if rollout.max_staleness == "unbounded" else rollout.max_staleness
         consumer = parts.status.member_id
         while True:
-            token = await patiently(lambda: parts.ledger.wait_change("", 0.0), "Redis", self._activity)
-            answer: Claim | NotReady = await patiently(
+            token = await until_available(lambda: parts.ledger.wait_change("", 0.0), "Redis", self._activity.waiting)
+            answer: Claim | NotReady = await until_available(
                 lambda: parts.stream.claim(
                     consumer, step, rollout.groups_per_step, self._version, bound, rollout.too_stale
-                ), "Redis", self._activity,
+                ), "Redis", self._activity.waiting,
             )  # fmt: skip
             if isinstance(answer, Claim):
                 return answer
@@ -250,7 +252,7 @@ class TrainingLoop:
         parts = self._parts
         self._activity.set(f"writing the checkpoint of step {step}")
         with tracing.span(names.SPAN_TRAINER_CHECKPOINT, {names.ATTRIBUTE_STEP: step}):
-            snapshot = await patiently(parts.ledger.snapshot, "Redis", self._activity)
+            snapshot = await until_available(parts.ledger.snapshot, "Redis", self._activity.waiting)
             files = await parts.worker.run(parts.backend.state)
             files[LEDGER_PART] = json.dumps(snapshot, sort_keys=True).encode()
             meta = {"config_digest": parts.config.digest(), "run": parts.config.run.name, "record": self._record}
@@ -263,7 +265,7 @@ class TrainingLoop:
         parts = self._parts
         ledger = await asyncio.to_thread(checkpoint.file(LEDGER_PART).read_text)
         await parts.control.commit_checkpoint(checkpoint, ledger)
-        await patiently(lambda: parts.stream.commit(checkpoint.step), "Redis", self._activity)
+        await until_available(lambda: parts.stream.commit(checkpoint.step), "Redis", self._activity.waiting)
 
     async def _checkpoint(self, step: int) -> None:
         """The checkpoint of the last step, when it has none yet."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from paceline.ledger import Ledger
 from paceline.rpc import errors
+from paceline.rpc.patience import until_available
 from paceline.rpc.status import Activity
 from paceline.stream import SampleStream
 from services.trainer.backends.base import TrainBackend
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
 from services.trainer.control import Control
-from services.trainer.patience import patiently
 from services.trainer.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -68,20 +68,22 @@ class Recovery:
         await self._worker.run(self._backend.load_state, checkpoint.file)
         log.info("loaded %s", checkpoint.directory)
         snapshot = checkpoint.json(LEDGER_PART)
-        if await patiently(lambda: self._ledger.restore(snapshot), "Redis", self._activity):
+        if await until_available(lambda: self._ledger.restore(snapshot), "Redis", self._activity.waiting):
             log.warning("the ledger was lost and came back from %s", checkpoint.directory)
         replay = await self._rewind(checkpoint.step)
         await self._control.commit_checkpoint(checkpoint, checkpoint.file(LEDGER_PART).read_text())
-        await patiently(lambda: self._stream.commit(checkpoint.step), "Redis", self._activity)
+        await until_available(lambda: self._stream.commit(checkpoint.step), "Redis", self._activity.waiting)
         return StartingPoint(checkpoint.step, checkpoint, replay)
 
     async def _rewind(self, step: int) -> tuple[int, ...]:
         """Steps to replay. Without a ledger there are none: rollout has not begun."""
         try:
-            await patiently(self._stream.attach, "Redis", self._activity)
+            await until_available(self._stream.attach, "Redis", self._activity.waiting)
         except errors.FailedPrecondition:
             return ()
-        account = await patiently(self._ledger.account, "Redis", self._activity)
+        account = await until_available(self._ledger.account, "Redis", self._activity.waiting)
         lost = account.committed_step > step
-        steps = await patiently(lambda: self._stream.rewind(step, reissue_committed=lost), "Redis", self._activity)
+        steps = await until_available(
+            lambda: self._stream.rewind(step, reissue_committed=lost), "Redis", self._activity.waiting
+        )
         return tuple(sorted(steps))
