@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
+from paceline.bell import heard
 from paceline.rpc import errors
 from services.coordinator import members
 from services.coordinator.state import Store, Transaction, View, checked_name
@@ -31,12 +32,12 @@ async def enter(store: Store, request: pb.EnterBarrierRequest, seconds: float) -
     bell = store.bell(request.run_id, "barriers")
     while True:
         store.check_open()
-        seen = bell.count
+        ticket = bell.ticket()
         names = await store.read(request.run_id, entered)
         if len(names) >= request.num_participants:
             header = await store.read(request.run_id, lambda view: view.header())
             return pb.EnterBarrierResponse(header=header, member_ids=names)
-        if not await bell.wait(seen, min(1.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+        if not await heard(ticket, min(1.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
             raise await _missing(store, request, names)
 
 

@@ -18,10 +18,10 @@ from google.protobuf.message import Message
 from redis.exceptions import ReadOnlyError, ResponseError, WatchError
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
+from paceline.bell import Bell
 from paceline.ids import check_name
 from paceline.rpc import errors
 from services.coordinator import keys
-from services.coordinator.bell import Bell
 from services.coordinator.keys import RunKeys
 from services.coordinator.recent import RecentChanges
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
+from paceline.bell import heard
 from services.coordinator import members, runs, steps, versions
 from services.coordinator.state import Store, View
 
@@ -21,7 +22,7 @@ async def watch_versions(store: Store, run_id: str, start: int) -> AsyncIterator
     note = True
     while True:
         store.check_open()
-        seen = bell.count
+        ticket = bell.ticket()
 
         async def read(
             view: View, start: int = start
@@ -41,7 +42,7 @@ async def watch_versions(store: Store, run_id: str, start: int) -> AsyncIterator
             return
         if note:
             yield pb.WatchVersionsResponse(header=header)
-        note = not await bell.wait(seen, NOTE_SECONDS)
+        note = not await heard(ticket, NOTE_SECONDS)
 
 
 async def watch_members(store: Store, run_id: str, service: str) -> AsyncIterator[pb.WatchMembersResponse]:
@@ -55,14 +56,14 @@ async def watch_members(store: Store, run_id: str, service: str) -> AsyncIterato
 
     while True:
         store.check_open()
-        seen = bell.count
+        ticket = bell.ticket()
         header, found, ended = await store.read(run_id, read)
         if sent is None or _visible(found) != sent:
             yield pb.WatchMembersResponse(header=header, members=found)
             sent = _visible(found)
         if ended:
             return
-        if not await bell.wait(seen, NOTE_SECONDS):
+        if not await heard(ticket, NOTE_SECONDS):
             sent = None
 
 
@@ -88,7 +89,7 @@ async def watch_steps(store: Store, run_id: str, start: int) -> AsyncIterator[pb
     state: int | None = None
     while True:
         store.check_open()
-        seen = bell.count
+        ticket = bell.ticket()
         run = await store.read(run_id, runs.load) or pb.Run(run_id=run_id)
         later = await store.read(run_id, lambda view, after=sequence: steps.fields_after(view, after))
         async for response in _records(store, run_id, [field for _, field in later]):
@@ -100,7 +101,7 @@ async def watch_steps(store: Store, run_id: str, start: int) -> AsyncIterator[pb
             state = run.state
         if run.state in runs.ENDED:
             return
-        if not await bell.wait(seen, NOTE_SECONDS):
+        if not await heard(ticket, NOTE_SECONDS):
             state = None
 
 

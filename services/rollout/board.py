@@ -54,14 +54,15 @@ class GroupBoard:
 
     @contextmanager
     def waiting(self, group_id: str, cause: str) -> Iterator[None]:
-        """Around a wait of one group."""
+        """Around a wait of one group; one inside it shows its own cause meanwhile."""
         entry = self._entries[group_id]
+        before = entry.cause
         entry.cause = entry.last_cause = cause
         self._show()
         try:
             yield
         finally:
-            entry.cause = ""
+            entry.cause = before
             self._show()
 
     def oldest(self) -> str:

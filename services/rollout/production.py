@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from paceline.api.weights.v1.weights_pb2 import WeightVersion
+from paceline.bell import Bell, heard
 from paceline.config import RunFile
 from paceline.ledger import Account, Issue, Ledger
 from paceline.rpc import errors
@@ -21,8 +22,8 @@ from paceline.stream import SampleStream
 from paceline.telemetry import names, tracing
 from services.rollout.admission import Bounds, Decision, Standing, decide
 from services.rollout.attempt import Attempts, Dropped, Failed, Kept, Outcome
-from services.rollout.bell import Bell, Hold
 from services.rollout.board import GroupBoard
+from services.rollout.hold import Hold
 from services.rollout.versions import NewestVersion
 
 log = logging.getLogger(__name__)
@@ -176,9 +177,10 @@ class Production:
                         try:
                             return await self._stream.put(group)
                         except errors.ResourceExhausted:
-                            await _ring_or(ticket, _FULL_SECONDS)
-                        except errors.Unavailable:
-                            await asyncio.sleep(PAUSE_SECONDS)
+                            await heard(ticket, _FULL_SECONDS)
+                        except errors.Unavailable as error:
+                            with self._board.waiting(group.group_id, f"Redis: {error.message}"):
+                                await asyncio.sleep(PAUSE_SECONDS)
 
     async def _patient(self, call: Callable[[], Awaitable[T]], group_id: str | None = None) -> T:
         if group_id is None:
@@ -217,12 +219,3 @@ class Production:
         })  # fmt: skip
         for reason, count in account.dropped.items():
             self._status.gauges[f"dropped_{reason}"] = count
-
-
-async def _ring_or(ticket: asyncio.Event, seconds: float) -> None:
-    """Wait for a ring, at most so long."""
-    try:
-        async with asyncio.timeout(seconds):
-            await ticket.wait()
-    except TimeoutError:
-        return

@@ -9,9 +9,9 @@ import grpc.aio
 from paceline.api.rollout.v1 import rollout_service_pb2 as pb
 from paceline.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from paceline.rpc import errors
-from services.rollout.bell import Hold
 from services.rollout.evaluation import Evaluator
 from services.rollout.evaluation_store import EvaluationStore
+from services.rollout.hold import Hold
 from services.rollout.production import Production
 
 

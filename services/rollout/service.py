@@ -13,6 +13,7 @@ from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as coordina
 from paceline.api.reward.v1 import reward_service_pb2_grpc as reward_grpc
 from paceline.api.router.v1 import router_service_pb2_grpc as router_grpc
 from paceline.api.weights.v1.weights_pb2 import WeightVersion
+from paceline.bell import Bell
 from paceline.config import ConfigError, PluginTable, RunFile, plugin_options
 from paceline.ledger import Ledger
 from paceline.plugins import UnknownPlugin, registry
@@ -21,7 +22,6 @@ from paceline.rpc.status import StatusBoard
 from paceline.stream import SampleStream
 from paceline.tokenizer import Tokenizer
 from services.rollout.attempt import Attempts
-from services.rollout.bell import Bell, Hold
 from services.rollout.board import GroupBoard
 from services.rollout.datasets import Dataset, check_enough, open_source
 from services.rollout.episodes.base import Episode, EpisodeContext
@@ -30,6 +30,7 @@ from services.rollout.evaluation_store import EvaluationStore
 from services.rollout.filters.base import Filter
 from services.rollout.generation import GenerationClient
 from services.rollout.grading import GradingClient
+from services.rollout.hold import Hold
 from services.rollout.producer import Producer
 from services.rollout.production import Production
 from services.rollout.server import RolloutServer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from paceline.api.weights.v1.weights_pb2 import WeightVersion
+from paceline.bell import Bell
 from paceline.rpc.status import Activity, StatusBoard
-from services.rollout.bell import Bell
 
 
 class NewestVersion:

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as coordinator_pb
 from paceline.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
+from paceline.bell import Bell
 from paceline.rpc.client import open_channel
 from services.router.versions import PublishedVersions
 
@@ -81,7 +82,7 @@ class EngineTable:
         self._connect = connect or (lambda address: open_channel(address, retries=False))
         self._engines: dict[tuple[str, str, str], Engine] = {}
         self._leaving: list[Engine] = []
-        self._changed = asyncio.Event()
+        self._bell = Bell()
         versions.on_change(self.notify)
 
     @property
@@ -96,12 +97,11 @@ class EngineTable:
 
     def notify(self) -> None:
         """Wake everyone who waits for a change."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._bell.ring()
 
     def change(self) -> asyncio.Event:
         """An event that is set at the next change. Take it before looking at the table."""
-        return self._changed
+        return self._bell.ticket()
 
     async def follow(self, feed: AsyncIterable[Sequence[coordinator_pb.Member]]) -> None:
         """Apply every membership of the feed, for ever."""

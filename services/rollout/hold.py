@@ -1,27 +1,12 @@
-"""Wakes whoever waits for "something changed", without losing a change between a look and the wait."""
+"""Why no new prompts are issued at the moment: an evaluation that runs, or a pause that somebody asked for."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
-class Bell:
-    """Take a ticket, look, wait on the ticket: a ring after the ticket was taken ends the wait."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def ticket(self) -> asyncio.Event:
-        """What the next ring sets."""
-        return self._event
-
-    def ring(self) -> None:
-        """Something changed."""
-        self._event.set()
-        self._event = asyncio.Event()
+from paceline.bell import Bell
 
 
 class Hold:
