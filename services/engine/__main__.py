@@ -9,9 +9,9 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from paceline.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
-from paceline.config import plugin_options
-from paceline.plugins import registry
+from paceline.config import make_plugin
 from paceline.rpc.runtime import ServiceContext, run_service
+from paceline.weights.transports.base import Transport
 from services.engine.agent import WeightAgent
 from services.engine.backends.base import EngineBackend
 from services.engine.server import EngineServer
@@ -20,12 +20,11 @@ from services.engine.server import EngineServer
 async def start(context: ServiceContext) -> None:
     """Wire the parts together; the model loads in the background while the process already answers."""
     config = context.config
-    plugin = registry("engine_backend").load(config.engine.backend.name)
-    options = plugin_options(config.engine.backend, plugin.Options, "engine.backend")
-    backend: EngineBackend = plugin(options, config.engine, config.model.path)
-    kind = registry("transport").load(config.weights.transport.name)
-    transport = kind(
-        plugin_options(config.weights.transport, kind.Options, "weights.transport"), config.directory, context.run_id
+    backend: EngineBackend = make_plugin(
+        "engine_backend", config.engine.backend, "engine.backend", config.engine, config.model.path
+    )
+    transport: Transport = make_plugin(
+        "transport", config.weights.transport, "weights.transport", config.directory, context.run_id
     )
     server = EngineServer(backend, context.status, config.engine.max_sequence_length)
     engine_grpc.add_EngineServiceServicer_to_server(server, context.rpc.server)

@@ -7,10 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.config import ConfigError, PluginTable, plugin_options
+from paceline.config import ConfigError, PluginTable, load_plugin, plugin_options
 from paceline.config.data import DataConfig
 from paceline.ids import GroupId
-from paceline.plugins import UnknownPlugin, registry
 from services.rollout.sources._records import RecordOptions, to_prompt
 from services.rollout.sources.base import Malformed, MalformedRecords, Prompt, Source
 
@@ -45,10 +44,7 @@ def open_source(table: PluginTable, where: str, max_malformed: int = 0) -> Sourc
     A plug-in with Options is made from them. Anything else callable is called with the table's other keys and must
     return a sequence of prompts. ConfigError for what is wrong, and for a source without any prompt.
     """
-    try:
-        plugin: Any = registry("source").load(table.name)
-    except UnknownPlugin as error:
-        raise ConfigError(f"{where}.name: {error}") from error
+    plugin = load_plugin("source", table, where)
     if hasattr(plugin, "Options"):
         source: Source = plugin(plugin_options(table, plugin.Options, where), max_malformed)
     else:

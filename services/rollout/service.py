@@ -14,9 +14,8 @@ from paceline.api.reward.v1 import reward_service_pb2_grpc as reward_grpc
 from paceline.api.router.v1 import router_service_pb2_grpc as router_grpc
 from paceline.api.weights.v1.weights_pb2 import WeightVersion
 from paceline.bell import Bell
-from paceline.config import ConfigError, PluginTable, RunFile, plugin_options
+from paceline.config import ConfigError, RunFile, make_plugin
 from paceline.ledger import Ledger
-from paceline.plugins import UnknownPlugin, registry
 from paceline.rpc.patience import until_available
 from paceline.rpc.status import StatusBoard
 from paceline.stream import SampleStream
@@ -94,9 +93,10 @@ class RolloutService:
         stream = SampleStream(others.redis, run_id, config.rollout.buffer_groups)
         generation = GenerationClient(others.router, run_id)
         context = EpisodeContext(config, data.tokenizer, generation)
-        episode: Episode = _plugin("episode", config.rollout.episode, "rollout.episode", context)
+        episode: Episode = make_plugin("episode", config.rollout.episode, "rollout.episode", context)
         filters: list[Filter] = [
-            _plugin("filter", table, f"rollout.filters.{number}") for number, table in enumerate(config.rollout.filters)
+            make_plugin("filter", table, f"rollout.filters.{number}")
+            for number, table in enumerate(config.rollout.filters)
         ]
         producer = Producer(episode, generation, GradingClient(others.reward, run_id, config.reward.graders))
         board = GroupBoard(status.activity("groups"))
@@ -145,12 +145,3 @@ class RolloutService:
             lambda: self._coordinator.FinishRun(request, timeout=FINISH_SECONDS),
             "the coordinator", activity.waiting,
         )  # fmt: skip
-
-
-def _plugin(kind: str, table: PluginTable, where: str, *arguments: Any) -> Any:
-    """Make the plug-in that a table of the run file names; ConfigError when there is none or its options are wrong."""
-    try:
-        plugin = registry(kind).load(table.name)
-    except UnknownPlugin as error:
-        raise ConfigError(f"{where}.name: {error}") from error
-    return plugin(plugin_options(table, plugin.Options, where), *arguments)

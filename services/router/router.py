@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as coordinator_pb
-from paceline.config import plugin_options
+from paceline.config import make_plugin
 from paceline.config.services import RouterConfig
-from paceline.plugins import registry
 from paceline.rpc.status import StatusBoard
 from services.router.flights import Flights
 from services.router.health import HealthProber
 from services.router.placement import Placement
+from services.router.policies.base import Policy
 from services.router.server import RouterServer
 from services.router.table import EngineTable
 from services.router.versions import HasVersion, PublishedVersions
@@ -24,8 +24,7 @@ class Router:
     def __init__(
         self, config: RouterConfig, board: StatusBoard, run_id: str, lookup: Callable[[int], Awaitable[bool]]
     ) -> None:
-        plugin = registry("policy").load(config.policy.name)
-        policy = plugin(plugin_options(config.policy, plugin.Options, "router.policy"))
+        policy: Policy = make_plugin("policy", config.policy, "router.policy")
         self._board = board
         self.versions = PublishedVersions(lookup)
         self.table = EngineTable(self.versions)

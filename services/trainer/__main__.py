@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from paceline.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
-from paceline.config import ConfigError, PluginTable, plugin_options
+from paceline.config import make_plugin
 from paceline.ledger import Ledger
-from paceline.plugins import UnknownPlugin, registry
+from paceline.plugins import registry
 from paceline.rpc.runtime import ServiceContext, run_service
 from paceline.stream import SampleStream
 from services.trainer.checkpoint import CheckpointStore
@@ -30,13 +29,13 @@ from services.trainer.worker import Worker
 async def start(context: ServiceContext) -> None:
     """Offer the service at once, and train in the background."""
     config = context.config.trainer
-    estimator = _plugin("estimator", config.estimator, "trainer.estimator")
+    estimator = make_plugin("estimator", config.estimator, "trainer.estimator")
     objective = Objective(
-        _plugin("loss", config.loss, "trainer.loss"), config.kl_coefficient, config.kl_kind,
+        make_plugin("loss", config.loss, "trainer.loss"), config.kl_coefficient, config.kl_kind,
         config.correction.clip if config.correction.kind == "tis" else None,
     )  # fmt: skip
     table = context.config.weights.transport
-    transport = _plugin("transport", table, "weights.transport", context.config.directory, context.run_id)
+    transport = make_plugin("transport", table, "weights.transport", context.config.directory, context.run_id)
     worker = Worker(lambda: torch.set_num_threads(config.threads))
     context.on_stop(worker.close)
     checkpoints = CheckpointStore(context.config.directory / "checkpoints", config.keep_checkpoints)
@@ -74,15 +73,6 @@ async def start(context: ServiceContext) -> None:
         await asyncio.sleep(0)
 
     context.spawn("training loop", train())
-
-
-def _plugin(kind: str, table: PluginTable, where: str, *arguments: Any) -> Any:
-    """Make the plug-in that a table of the run file names; ConfigError when there is none or its options are wrong."""
-    try:
-        plugin = registry(kind).load(table.name)
-    except UnknownPlugin as error:
-        raise ConfigError(f"{where}.name: {error}") from error
-    return plugin(plugin_options(table, plugin.Options, where), *arguments)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from paceline.config.base import PluginTable
 from paceline.config.errors import ConfigError
+from paceline.config.plugin_table import load_plugin
 from paceline.config.run_file import RunFile, plugin_options
-from paceline.plugins import UnknownPlugin, registry
 
 
 def check(config: RunFile) -> None:
@@ -48,10 +47,7 @@ def plugin_tables(config: RunFile) -> list[tuple[str, PluginTable, str]]:
 
 
 def _check_table(kind: str, table: PluginTable, where: str) -> None:
-    try:
-        plugin: Any = registry(kind).load(table.name)
-    except UnknownPlugin as error:
-        raise ConfigError(f"{where}.name: {error}") from error
+    plugin = load_plugin(kind, table, where)
     options = getattr(plugin, "Options", None)
     if options is not None:
         plugin_options(table, options, where)

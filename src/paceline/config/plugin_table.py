@@ -1,0 +1,30 @@
+"""From a table of the run file to the plug-in that it names: the one way in which services make theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.config.base import PluginTable
+from paceline.config.errors import ConfigError
+from paceline.config.run_file import plugin_options
+from paceline.plugins import UnknownPlugin, registry
+
+
+def load_plugin(kind: str, table: PluginTable, where: str) -> Any:
+    """The class or function that a table names; ConfigError, with the table's key `where`, when there is none."""
+    try:
+        return registry(kind).load(table.name)
+    except UnknownPlugin as error:
+        raise ConfigError(f"{where}.name: {error}") from error
+
+
+def make_plugin(kind: str, table: PluginTable, where: str, *arguments: Any) -> Any:
+    """`Class(options, *arguments)` of the class that a table names.
+
+    ConfigError, with the table's key `where`, when there is none, it is no plug-in, or its options are wrong.
+    """
+    plugin = load_plugin(kind, table, where)
+    options = getattr(plugin, "Options", None)
+    if options is None:
+        raise ConfigError(f"{where}.name: {table.name!r} is no {kind}: it has no nested class Options")
+    return plugin(plugin_options(table, options, where), *arguments)
