@@ -76,8 +76,6 @@ class TrainerConfig(StrictModel):
 
     @model_validator(mode="after")
     def _relations(self) -> TrainerConfig:
-        if self.updates_per_step > 1 and self.behaviour == "policy" and self.correction.kind == "none":
-            return self
         if self.behaviour == "sampler" and self.correction.kind == "tis":
             raise ValueError(
                 "correction.kind = 'tis' contradicts behaviour = 'sampler': the sampler's log-probabilities are "

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as pb_grpc
-from paceline.config import RunFile, plugin_options
+from paceline.config import RunFile, make_plugin
+from paceline.config.errors import EXIT_CONFIG
 from paceline.config.place import SERVICES
 from paceline.ids import new_id
-from paceline.launcher.process import EXIT_CONFIG, Child, Spec, StartFailed
+from paceline.launcher.process import Child, Spec, StartFailed
 from paceline.launcher.redis_server import RedisServer
-from paceline.plugins import registry
 from paceline.rpc.client import open_channel
 
 Notify = Callable[[str], None]
@@ -179,10 +179,8 @@ class Launcher:
     def _free_memory(self) -> None:
         """Give back what published weights hold in memory; a later start publishes the checkpoint's again."""
         table = self.config.weights.transport
-        plugin = registry("transport").load(table.name)
-        options = plugin_options(table, plugin.Options, "weights.transport")
-        transport = plugin(options, self.directory, self.config.run.name)
-        if not transport.durable:
+        transport = make_plugin("transport", table, "weights.transport", self.directory, self.config.run.name)
+        if not getattr(transport, "durable", True):
             transport.collect(set())
 
     def _write_addresses(self) -> None:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.config.errors import EXIT_CONFIG as EXIT_CONFIG  # also known under this module's name
+
 log = logging.getLogger(__name__)
 
 RESTART_WINDOW_SECONDS = 300.0
-EXIT_CONFIG = 2
 
 
 class StartFailed(RuntimeError):

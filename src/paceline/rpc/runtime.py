@@ -20,6 +20,7 @@ import redis.asyncio
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as coordinator_grpc
 from paceline.config import ConfigError, RunFile, load_run_file
+from paceline.config.errors import EXIT_CONFIG
 from paceline.config.place import Place
 from paceline.ids import new_id
 from paceline.rpc.client import open_channel
@@ -31,7 +32,6 @@ from paceline.telemetry import tracing
 
 log = logging.getLogger(__name__)
 
-EXIT_CONFIG = 2
 EXIT_FAILED = 1
 _CANCEL_SECONDS = 3.0
 

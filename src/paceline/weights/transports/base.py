@@ -9,7 +9,8 @@ from typing import Protocol
 class Transport(Protocol):
     """One place for published versions. One trainer writes, any number of engines read.
 
-    A plug-in of kind "transport" is a class with a nested `Options` and `__init__(options, run_directory, run_id)`.
+    A plug-in of kind "transport" is a class with a nested `Options` and `__init__(options, run_directory, run_id)`. One
+    that holds versions in memory sets `durable = False`: the launcher then collects all of them at the end of a run.
     """
 
     def stage(self, weight_version: int) -> Path:
