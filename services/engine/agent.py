@@ -66,15 +66,9 @@ class WeightAgent:
 
     async def _follow(self) -> None:
         watch = VersionWatch(self._stub, self._board.run_id, self._board.activity("version watch"))
-        start = 0
-        while True:
-            try:
-                async for version in watch.follow(start):
-                    self._newest = version
-                    self._arrived.set()
-            except errors.OutOfRange as error:
-                log.info("version history was trimmed (%s); taking the newest", error)
-                start = 0
+        async for version in watch.follow():
+            self._newest = version
+            self._arrived.set()
 
     async def _apply_newest(self) -> None:
         delay = 1.0

@@ -25,7 +25,7 @@ async def start(context: ServiceContext) -> None:
     service = RolloutService(context.config, context.member_id, data, others, context.status)
     pb_grpc.add_RolloutServiceServicer_to_server(service.servicer, context.rpc.server)
     watch = VersionWatch(context.coordinator(), context.run_id, context.status.activity("versions"))
-    context.spawn("rollout", service.run(watch.follow(0)))
+    context.spawn("rollout", service.run(watch.follow()))
     context.on_stop(service.close)
 
 

@@ -7,7 +7,7 @@ from paceline.rpc.members import MemberWatch
 from paceline.rpc.runtime import ServiceContext, run_service
 from paceline.weights.watch import VersionWatch
 from services.router.router import Router
-from services.router.versions import coordinator_lookup, newest_and_after
+from services.router.versions import coordinator_lookup
 
 
 async def start(context: ServiceContext) -> None:
@@ -17,7 +17,7 @@ async def start(context: ServiceContext) -> None:
     router_grpc.add_RouterServiceServicer_to_server(router.server, context.rpc.server)
     members = MemberWatch(stub, run_id, "engine", context.status.activity("members"))
     versions = VersionWatch(stub, run_id, context.status.activity("versions"))
-    context.spawn("router", router.run(members, newest_and_after(versions)))
+    context.spawn("router", router.run(members, versions.follow()))
     context.status.facts["policy"] = context.config.router.policy.name
     context.status.state = "READY"
 

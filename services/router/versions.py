@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Protocol
 
 import grpc
@@ -91,22 +91,6 @@ class PublishedVersions:
         if found:
             self.add(weight_version)
         return found
-
-
-class Watch(Protocol):
-    """paceline.weights.watch.VersionWatch."""
-
-    def follow(self, start_version: int) -> AsyncIterator[HasVersion]: ...
-
-
-async def newest_and_after(watch: Watch) -> AsyncIterator[HasVersion]:
-    """The newest version and every later one, for ever; starts over when the coordinator has forgotten the place."""
-    while True:
-        try:
-            async for version in watch.follow(0):
-                yield version
-        except errors.OutOfRange as error:
-            log.warning("weight versions are watched from the newest again: %s", error.message)
 
 
 def coordinator_lookup(stub: pb_grpc.CoordinatorServiceAsyncStub, run_id: str) -> Callable[[int], Awaitable[bool]]:
