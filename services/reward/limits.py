@@ -1,24 +1,12 @@
-"""What the kernel enforces on a grader process: it dies with the service; its memory and processor time have bounds."""
+"""What the kernel enforces on a grader process: its memory and its processor time have bounds."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
-import signal
-import sys
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 _CPU_GRACE_SECONDS = 5
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the service `parent` (its pid) ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the reward service ended before its worker started")
 
 
 def address_space_bytes() -> int:

@@ -34,7 +34,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, memory_mb: int) -> WorkerProcess:
-        """Start a worker in a session of its own, so that a kill reaches what its graders start."""
+        """Start a worker in a process group of its own, so that a kill reaches what its graders start."""
         # Foreign code gets no addresses and no credentials of the place.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PACELINE_")}
         process = await asyncio.create_subprocess_exec(
@@ -85,9 +85,9 @@ class WorkerProcess:
             self._calling = False
 
     def kill(self) -> None:
-        """Kill the process and its session at once. Does not wait."""
+        """Kill the process and its group at once. Does not wait."""
         if self._process.returncode is None:
-            self._kill_session()
+            self._kill_group()
 
     def on_end(self, call: Callable[[], None]) -> None:
         """Call this once the process is gone."""
@@ -101,7 +101,7 @@ class WorkerProcess:
     async def _reap(self) -> None:
         await self._process.wait()
         # A child that a grader left behind would hold the pipe open, and the reader would wait for its end.
-        self._kill_session()
+        self._kill_group()
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         stdin.close()
@@ -111,7 +111,7 @@ class WorkerProcess:
                 async with asyncio.timeout(_EXIT_SECONDS):
                     await stdout.read()
 
-    def _kill_session(self) -> None:
+    def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -12,7 +12,7 @@ import grpc.aio
 from paceline.api.reward.v1 import reward_service_pb2 as pb
 from paceline.api.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from paceline.rpc import errors
-from paceline.telemetry import tracing
+from paceline.telemetry import names, tracing
 from services.reward.catalog import Catalog, GraderRequest, KnownGrader
 from services.reward.pool import Pool
 from services.reward.scoring import ItemToScore, score
@@ -38,7 +38,7 @@ class RewardServer(pb_grpc.RewardServiceServicer):
         requests = [decode_grader(spec, f"graders[{index}]") for index, spec in enumerate(request.graders)]
         graders = await self._catalog.resolve(requests)
         check_metadata(graders, items)
-        with tracing.span("reward.score", {"paceline.group_id": request.group_id}):
+        with tracing.span(names.SPAN_REWARD_SCORE, {names.ATTRIBUTE_GROUP_ID: request.group_id}):
             rewards = await score(self._pool, graders, items, limit, deadline)
         return pb.ScoreResponse(rewards=rewards)
 

@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any, BinaryIO
 
+from paceline.rpc.parent import die_with_parent
 from services.reward import frames, limits
 from services.reward.graders.base import GradeItem
 from services.reward.loading import GraderRefused, LoadedGrader, describe, load
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, help="pid of the service")
     parser.add_argument("--memory-mb", type=int, required=True)
     arguments = parser.parse_args()
-    limits.die_with_parent(arguments.parent)
+    die_with_parent(arguments.parent)
     tasks, replies = _take_pipes()
     worker = Worker(arguments.memory_mb << 20)
     pid = os.getpid()

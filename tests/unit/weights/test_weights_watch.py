@@ -21,7 +21,7 @@ NEWEST = 9
 
 
 class Coordinator(pb_grpc.CoordinatorServiceServicer):
-    """Has forgotten everything before NEWEST; the first stream ends after version 1, as if it was published long ago."""
+    """Has forgotten everything before NEWEST; the first stream ends after version 1, long ago."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
