@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -130,47 +127,6 @@ def application(live: Live, reader: Reader, history: History, any_host: bool) ->
         routes=[Mount("/api", api), Mount("/", StaticFiles(directory=STATIC, html=True))],
         middleware=[Middleware(_Headers), Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
     )
-
-
-class WebServer(uvicorn.Server):
-    """uvicorn inside a process that has its own signal handlers and its own socket."""
-
-    def __init__(self, app: ASGIApp, bound: socket.socket, before_end: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-        )
-        self._bound = bound
-        self._before_end = before_end
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def run_until_cancelled(self) -> None:
-        """Serve; when cancelled, end the streams first so that no page holds the process up."""
-        serving = asyncio.create_task(self.serve(sockets=[self._bound]))
-        try:
-            await asyncio.shield(serving)
-        finally:
-            await self._before_end()
-            self.should_exit = True
-            await asyncio.wait([serving], timeout=2.5)
-
-
-def bind(listen: str) -> socket.socket:
-    """A listening TCP socket on host:port. OSError names a port that is taken."""
-    host, _, port = listen.rpartition(":")
-    host = host.strip("[]")
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, int(port)))
-        # From here on pages may connect; they are answered as soon as the server runs.
-        bound.listen(128)
-    except OSError as error:
-        bound.close()
-        raise OSError(f"dashboard.listen = {listen!r}: {error.strerror}") from error
-    return bound
 
 
 def _integer(request: Request, name: str, default: int, low: int, high: int) -> int:

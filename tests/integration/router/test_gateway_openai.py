@@ -18,11 +18,12 @@ import pytest
 from paceline.api.router.v1 import router_service_pb2_grpc as router_grpc
 from paceline.ids import new_id
 from paceline.rpc.client import open_channel
+from paceline.rpc.http import HttpServer, bind
 from paceline.rpc.status import StatusBoard
 from paceline.testing.scripted_engine import ScriptedEngine, fixed, scripted_logprob
 from paceline.tokenizer import Tokenizer
 from services.gateway.edge import Edge
-from services.gateway.web import WebServer, application, bind
+from services.gateway.web import application
 
 MODEL = Path(__file__).parents[2] / "assets" / "sort4"
 MAX_LEN = 64
@@ -56,9 +57,9 @@ async def _serve(
         board = StatusBoard("gateway", "gateway-0", new_id(), "demo")
         stub = router_grpc.RouterServiceStub(channel)
         edge = Edge(stub, tokenizer, "demo", "policy", MAX_LEN, timeout_seconds, board)
-        bound = bind("127.0.0.1:0")
+        bound = bind("127.0.0.1:0", "gateway.listen")
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        server = asyncio.create_task(WebServer(application(edge), bound).run_until_cancelled())
+        server = asyncio.create_task(HttpServer(application(edge), bound, 2).run_until_cancelled())
         engine = ScriptedEngine("engine-0", weight_version=3)
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         try:
