@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from paceline.files import flush
+
 
 class Disk:
     """Durable file operations. What is written before a rename is on the disk before the rename."""
@@ -42,16 +44,8 @@ class Disk:
 
     def sync_file(self, path: Path) -> None:
         """Make a file durable that someone else wrote."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)
 
     def sync_directory(self, path: Path) -> None:
         """Make renames and new names in a directory durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from paceline.files import replace
 
 
 class MetricsFile:
@@ -23,9 +24,7 @@ class MetricsFile:
         if record is not None and all(line["step"] != record["step"] for line in lines):
             lines.append(record)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(item) for item in lines))
-        os.replace(temporary, self._path)
+        replace(self._path, "".join(_line(item) for item in lines))
         return next((line for line in lines if line["step"] == step), None)
 
     def append(self, record: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline import files
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as pb_grpc
 from paceline.config import RunFile, make_plugin
@@ -194,9 +195,7 @@ class Launcher:
         self._write("launcher.json", json.dumps(content, indent=2))
 
     def _write(self, name: str, text: str) -> None:
-        temporary = self.directory / f".{name}.tmp"
-        temporary.write_text(text + "\n")
-        temporary.replace(self.directory / name)
+        files.replace(self.directory / name, text + "\n")
 
 
 def _describe(code: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from paceline.config.base import StrictModel
+from paceline.files import replace
 from paceline.rpc import errors
 from paceline.weights import tensors as stored
 
@@ -93,12 +93,7 @@ class Manifest(StrictModel):
         """Store as manifest.json, whole or not at all, and return its path. ValueError when it contradicts itself."""
         self._check(ValueError)
         path = directory / FILE_NAME
-        partial = directory / f".{FILE_NAME}.partial"
-        with partial.open("w") as file:
-            json.dump(self.model_dump(mode="json"), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
+        replace(path, json.dumps(self.model_dump(mode="json"), indent=1))
         return path
 
     @classmethod

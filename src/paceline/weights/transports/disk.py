@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
 
 from paceline.config.base import StrictModel
+from paceline.files import flush
 from paceline.ids import check_name, new_id
 from paceline.plugins import registry
 from paceline.rpc import errors
@@ -47,7 +47,7 @@ class Disk:
             raise errors.FailedPrecondition(f"{stage} is not a stage of this transport that holds a {FILE_NAME}")
         if self.durable:
             for path in [*stage.iterdir(), stage]:
-                _flush(path)
+                flush(path)
         target = self.root / self._name(weight_version)
         replaced = None
         if target.exists():
@@ -55,7 +55,7 @@ class Disk:
             target.rename(replaced)
         stage.rename(target)
         if self.durable:
-            _flush(self.root)
+            flush(self.root)
         self._stages.discard(stage)
         if replaced is not None:
             shutil.rmtree(replaced)
@@ -92,11 +92,3 @@ class Disk:
         if weight_version < 1:
             raise ValueError(f"weight version {weight_version} is not one; versions start at 1")
         return f"v{weight_version:08d}"
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
