@@ -14,6 +14,7 @@ from paceline.api.router.v1 import router_service_pb2 as router_pb
 from paceline.api.router.v1 import router_service_pb2_grpc as router_grpc
 from paceline.config.data import SamplingConfig
 from paceline.rpc import errors
+from paceline.weights.gate import admits
 
 ABORT_SECONDS = 5.0
 
@@ -87,14 +88,7 @@ class GenerationClient:
             response = await self._stub.ListEngines(router_pb.ListEnginesRequest(), timeout=ABORT_SECONDS)
         except grpc.aio.AioRpcError:
             return False
-        return any(not engine.excluded_reason and _meets(engine.weight_version, gate) for engine in response.engines)
-
-
-def _meets(weight_version: int, gate: pb.VersionGate) -> bool:
-    kind = gate.WhichOneof("gate")
-    if kind == "exact_version":
-        return weight_version == gate.exact_version
-    return kind is None or weight_version >= gate.min_version
+        return any(not engine.excluded_reason and admits(gate, engine.weight_version) for engine in response.engines)
 
 
 def add_output(sequence: Sequence, output: pb.GenerationOutput) -> None:

@@ -14,7 +14,8 @@ from paceline.api.common.v1 import generation_pb2 as generation_pb
 from paceline.api.engine.v1 import engine_service_pb2 as engine_pb
 from paceline.rpc import errors
 from paceline.telemetry import names, tracing
-from services.router.placement import Placement, Wanted, gate_admits
+from paceline.weights.gate import admits
+from services.router.placement import Placement, Wanted
 from services.router.policies.base import Placing
 from services.router.progress import Diverged, EngineFault, SampleProgress
 from services.router.table import EngineTable, Rank
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 ABORT_SECONDS = 1.0
 """How long an engine may take to end a request by itself before its call is cancelled."""
 GATE_RETRY_SECONDS = 0.1
-BUSY_RETRY_SECONDS = 0.2
 FAILURE_RETRY_SECONDS = 0.2
 _QUEUE_MESSAGES = 256
 DP_RANK_KEY = "paceline-dp-rank"
@@ -225,7 +225,7 @@ class Flight:
                 reason = f"answered with weight version {version}, which was never published"
                 self._table.set_quarantine(rank.engine, reason)
                 raise EngineFault(reason)
-            if not gate_admits(self.request.gate, version):
+            if not admits(self.request.gate, version):
                 raise EngineFault(f"answered with weight version {version} against {self.wanted().gate_text}")
 
     def _judge(self, rank: Rank, error: grpc.aio.AioRpcError) -> None:

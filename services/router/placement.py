@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from paceline.api.common.v1 import generation_pb2 as generation_pb
 from paceline.rpc import errors
 from paceline.rpc.status import StatusBoard
+from paceline.weights.gate import admits
 from services.router.policies.base import Placing, Policy
 from services.router.table import Engine, EngineTable, Rank
 from services.router.versions import PublishedVersions
@@ -40,16 +41,6 @@ class Wanted:
         return "any weight version"
 
 
-def gate_admits(gate: generation_pb.VersionGate, weight_version: int) -> bool:
-    """Whether tokens of a version may answer a request with this gate."""
-    kind = gate.WhichOneof("gate")
-    if kind == "min_version":
-        return weight_version >= gate.min_version
-    if kind == "exact_version":
-        return weight_version == gate.exact_version
-    return True
-
-
 class Placement:
     """Finds a rank for each request. `board` shows who waits and for what."""
 
@@ -78,7 +69,7 @@ class Placement:
             rank
             for rank in self._table.ranks
             if not self._table.excluded_reason(rank.engine)
-            and gate_admits(wanted.gate, rank.engine.weight_version)
+            and admits(wanted.gate, rank.engine.weight_version)
             and wanted.avoid.get(rank.engine, 0.0) <= now
         ]
         if wanted.preferred_version:
