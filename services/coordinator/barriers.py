@@ -7,8 +7,9 @@ import time
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.bell import heard
 from paceline.rpc import errors
+from paceline.rpc.checks import checked_name
 from services.coordinator import members
-from services.coordinator.state import Store, Transaction, View, checked_name
+from services.coordinator.state import Store, Transaction, View
 
 RETAINED_SECONDS = 86_400
 

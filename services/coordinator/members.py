@@ -8,9 +8,10 @@ import time
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.rpc import errors
+from paceline.rpc.checks import checked_name
 from paceline.rpc.status import Activity, timestamp
 from services.coordinator import runs
-from services.coordinator.state import ANSWER_SECONDS, Store, Transaction, View, checked_name
+from services.coordinator.state import ANSWER_SECONDS, Store, Transaction, View
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ from typing import Any
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as pb_grpc
 from paceline.rpc import errors
+from paceline.rpc.checks import checked_name
 from services.coordinator import barriers, members, runs, steps, versions, watches
-from services.coordinator.state import Store, Transaction, View, checked_name
+from services.coordinator.state import Store, Transaction, View
 
 BARRIER_SECONDS = 60.0
 """How long a barrier waits for a caller without a deadline."""

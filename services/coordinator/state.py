@@ -19,8 +19,8 @@ from redis.exceptions import ReadOnlyError, ResponseError, WatchError
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.bell import Bell
-from paceline.ids import check_name
 from paceline.rpc import errors
+from paceline.rpc.checks import checked_name
 from services.coordinator import keys
 from services.coordinator.keys import RunKeys
 from services.coordinator.recent import RecentChanges
@@ -238,14 +238,6 @@ async def _execute(pipe: Any, writes: list[tuple[Any, ...]]) -> None:
     for command in writes:
         pipe.execute_command(*command)
     await pipe.execute()
-
-
-def checked_name(value: str, what: str) -> str:
-    """`value` when it is a safe name, else InvalidArgument."""
-    try:
-        return check_name(value, what)
-    except ValueError as error:
-        raise errors.InvalidArgument(str(error)) from error
 
 
 async def _in_time(work: Awaitable[T]) -> T:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.ids import check_name
 from paceline.rpc import errors
+from paceline.rpc.checks import checked_name
 from services.trainer.disk import Disk
 
 log = logging.getLogger(__name__)
@@ -106,10 +106,7 @@ class CheckpointStore:
 
     def open(self, name: str) -> Checkpoint:
         """A checkpoint by name, every part verified. NotFound lists what there is; DataLoss names the torn part."""
-        try:
-            directory = self.root / check_name(name, "checkpoint")
-        except ValueError as error:
-            raise errors.InvalidArgument(str(error)) from error
+        directory = self.root / checked_name(name, "checkpoint")
         if not directory.is_dir():
             names = sorted(item.name for item in self.root.glob("[!.]*") if item.name != "latest")
             raise errors.NotFound(f"no checkpoint {name!r}; there are: {', '.join(names) or 'none'}")

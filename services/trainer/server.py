@@ -13,8 +13,8 @@ import numpy as np
 from paceline import arrays
 from paceline.api.trainer.v1 import trainer_service_pb2 as pb
 from paceline.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
-from paceline.ids import check_name
 from paceline.rpc import errors
+from paceline.rpc.checks import checked_name
 from services.trainer.backends.base import TrainBackend
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.decoding import decode_data, make_loss
@@ -81,7 +81,7 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> Any:
         backend = self._changing(request, "SaveCheckpoint")
-        _safe(request.name)
+        checked_name(request.name, "name")
         if request.name.startswith("step-") or request.name == "latest":
             raise errors.InvalidArgument(f"name {request.name!r} is kept for the training loop; choose another")
 
@@ -104,7 +104,7 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> Any:
         backend = self._changing(request, "ExportModel")
-        _safe(request.name)
+        checked_name(request.name, "name")
 
         async def body() -> pb.ExportModelResponse:
             target = await self._worker.run(export_run, backend, self._exports / request.name, backend.updates, 0)
@@ -139,10 +139,3 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
     def _forget_failed(self, request_id: str, done: asyncio.Future[Any]) -> None:
         if done.cancelled() or done.exception() is not None:
             self._answers.pop(request_id, None)
-
-
-def _safe(name: str) -> None:
-    try:
-        check_name(name, "name")
-    except ValueError as error:
-        raise errors.InvalidArgument(str(error)) from error
