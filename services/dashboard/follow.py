@@ -90,9 +90,7 @@ class Follower:
         """The ledger account into the live state, and into the store when it changed."""
         activity = self._board.activity("ledger")
         stored = ""
-        # asyncio.wait_for of Python 3.11, which redis sends with, can swallow a cancellation; this notices it.
-        this = asyncio.current_task()
-        while this is None or not this.cancelling():
+        while True:
             async with self._attempt(self._state.ledger_source, activity, "Redis"):
                 async with asyncio.timeout(5):
                     self._state.account = await account()
