@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import torch
@@ -68,9 +67,6 @@ async def start(context: ServiceContext) -> None:
             report=lambda: context.membership.report_now() if context.membership is not None else None,
         )  # fmt: skip
         await TrainingLoop(parts).run()
-        slot.owner = ""
-        # The last heartbeat carries the state DONE.
-        await asyncio.sleep(0)
 
     context.spawn("training loop", train())
 
