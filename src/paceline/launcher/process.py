@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.errors import EXIT_CONFIG as EXIT_CONFIG  # also known under this module's name
+from paceline.rpc.announcement import read_announcement
 
 log = logging.getLogger(__name__)
 
@@ -100,20 +100,10 @@ class Child:
         raise StartFailed(f"{self.spec.name} ended with exit code {code}\n{self.log_tail()}")
 
     async def _announcement(self, read_fd: int) -> bool:
-        """Read the line of JSON; False when the pipe closes without one."""
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(read_fd), "rb")
-        )
-        try:
-            line = await reader.readline()
-        finally:
-            transport.close()
-        if not line:
-            return False
-        self.announced = json.loads(line)
-        return True
+        """Take over what the process announces; False when it closes the pipe without a word."""
+        announced = await read_announcement(read_fd)
+        self.announced = announced or self.announced
+        return announced is not None
 
     async def _probe(self) -> bool:
         assert self.spec.ready is not None

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
@@ -23,6 +21,7 @@ from paceline.config import ConfigError, RunFile, load_run_file
 from paceline.config.errors import EXIT_CONFIG
 from paceline.config.place import Place
 from paceline.ids import new_id
+from paceline.rpc.announcement import announce
 from paceline.rpc.client import open_channel
 from paceline.rpc.membership import Membership
 from paceline.rpc.parent import die_with_parent
@@ -115,8 +114,7 @@ class ServiceContext:
     def _announce(self, address: str) -> None:
         log.info("%s serves on %s", self.member_id, address)
         if self.place.ready_fd is not None:
-            with os.fdopen(self.place.ready_fd, "w") as pipe:
-                pipe.write(json.dumps({"address": address, **self.labels}) + "\n")
+            announce(self.place.ready_fd, address, self.labels)
 
     async def _supervise(self) -> None:
         loop = asyncio.get_running_loop()

@@ -6,7 +6,6 @@ A process started here dies with the test process, however that ends, so that no
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -14,6 +13,8 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+from paceline.rpc.announcement import read_announcement
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
@@ -74,8 +75,7 @@ class ServiceProcess:
             )  # fmt: skip
         finally:
             os.close(write_end)
-        line = await self._ready_line(read_end, timeout)
-        ready = json.loads(line)
+        ready = await self._announcement(read_end, timeout)
         self.address = ready.pop("address")
         self.labels = ready
         return self.address
@@ -115,22 +115,19 @@ class ServiceProcess:
                 self._process.kill()
         return await self._process.wait()
 
-    async def _ready_line(self, read_end: int, timeout: float) -> bytes:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader()
-        pipe = os.fdopen(read_end, "rb")
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    async def _announcement(self, read_end: int, timeout: float) -> dict[str, str]:
+        ready = None
         try:
             async with asyncio.timeout(timeout):
-                line = await reader.readline()
+                ready = await read_announcement(read_end)
         except TimeoutError:
-            line = b""
+            pass
         finally:
-            transport.close()
-        if not line:
+            os.close(read_end)
+        if ready is None:
             await self.kill()
             raise ServiceFailed(f"{self.service} did not serve; its log ends with:\n{self.log()[-4000:]}")
-        return line
+        return ready
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import logging
 import os
 import signal
@@ -34,6 +33,7 @@ from paceline.config import load_run_file
 from paceline.config.place import Place
 from paceline.ids import new_id
 from paceline.rpc import errors
+from paceline.rpc.announcement import announce
 from paceline.rpc.client import open_channel
 from paceline.rpc.membership import Membership
 from paceline.rpc.parent import die_with_parent
@@ -343,8 +343,7 @@ async def run_process(engine: ScriptedEngine, place: Place, follow: bool) -> Non
     stub = coordinator_grpc.CoordinatorServiceStub(channel)
     engine.membership = Membership(stub, engine.board, engine.address, engine.labels)
     if place.ready_fd is not None:
-        with os.fdopen(place.ready_fd, "w") as pipe:
-            pipe.write(json.dumps({"address": engine.address}) + "\n")
+        announce(place.ready_fd, engine.address, {})
     work = [engine.membership.run(), stop.wait()] + ([follow_versions(engine, stub)] if follow else [])
     tasks = [asyncio.ensure_future(item) for item in work]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
