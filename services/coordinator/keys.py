@@ -1,6 +1,8 @@
-"""Every Redis key of the coordinator. The run id stands in braces so that the keys of a run share a cluster slot."""
+"""Every Redis key of the coordinator."""
 
 from __future__ import annotations
+
+from paceline.ids import redis_prefix
 
 RUNS = "paceline:coordinator:runs"
 """Set of the ids of all runs."""
@@ -10,7 +12,7 @@ class RunKeys:
     """Keys of one run."""
 
     def __init__(self, run_id: str) -> None:
-        self._prefix = f"paceline:{{{run_id}}}:coordinator:"
+        self._prefix = redis_prefix(run_id, "coordinator")
         self.run = self._prefix + "run"
         self.revision = self._prefix + "revision"
         self.fence = self._prefix + "fence"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable
@@ -19,7 +18,7 @@ from paceline import arrays
 from paceline.api.common.v1 import generation_pb2 as generation_pb
 from paceline.api.router.v1 import router_service_pb2 as pb
 from paceline.api.router.v1 import router_service_pb2_grpc as pb_grpc
-from paceline.ids import new_id
+from paceline.ids import derived_seed, new_id
 from paceline.rpc.status import StatusBoard
 from paceline.tokenizer import Tokenizer
 from services.gateway.problems import Problem, from_rpc, invalid
@@ -127,8 +126,7 @@ def seeds_from(seed: int | None, count: int) -> list[int]:
     """Seeds of `count` samples: derived from a seed, so that the same request gives the same answers, else random."""
     if seed is None:
         return [secrets.randbits(63) for _ in range(count)]
-    digests = (hashlib.sha256(f"{seed}/{index}".encode()).digest() for index in range(count))
-    return [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
+    return [derived_seed(f"{seed}/{index}") for index in range(count)]
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

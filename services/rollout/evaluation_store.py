@@ -6,7 +6,7 @@ import redis.asyncio
 
 from paceline.api.rollout.v1 import rollout_service_pb2 as pb
 from paceline.cancellation import cancellable
-from paceline.ids import check_name
+from paceline.ids import redis_prefix
 
 _DAY_SECONDS = 86_400
 
@@ -16,7 +16,7 @@ class EvaluationStore:
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
         self._client = client
-        self._prefix = f"paceline:{{{check_name(run_id, 'run id')}}}:rollout:evaluation:"
+        self._prefix = redis_prefix(run_id, "rollout:evaluation")
 
     async def last_step(self, name: str) -> int | None:
         """The last step that was evaluated, None before the first."""

@@ -20,6 +20,14 @@ def check_name(value: str, what: str) -> str:
     return value
 
 
+def redis_prefix(run_id: str, owner: str) -> str:
+    """Prefix of the Redis keys that one part of the system keeps for a run; ValueError when the run id is no name.
+
+    The braces keep a run in one slot of a Redis cluster.
+    """
+    return f"paceline:{{{check_name(run_id, 'run id')}}}:{owner}:"
+
+
 @dataclass(frozen=True, order=True)
 class GroupId:
     """`e<epoch>.<index>`: the index-th prompt of an epoch. Sorts in the order of the data."""
@@ -45,8 +53,12 @@ def sample_id(group_id: str, sibling: int) -> str:
 
 def sample_seed(run_seed: int, group_id: str, sibling: int) -> int:
     """The 63-bit seed of a sample: the same in every attempt, on every machine."""
-    digest = hashlib.sha256(f"{run_seed}/{group_id}/{sibling}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return derived_seed(f"{run_seed}/{group_id}/{sibling}")
+
+
+def derived_seed(text: str) -> int:
+    """A 63-bit seed that depends on the text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def new_id() -> str:

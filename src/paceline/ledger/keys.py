@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.ids import check_name
+from paceline.ids import redis_prefix
 
 CONSUMER_GROUP = "trainer"
 """Consumer group of the sample stream."""
@@ -26,8 +26,8 @@ PARTS = (
 
 
 def prefix(run_id: str) -> str:
-    """Prefix of every key of the run's ledger. The braces keep a run in one slot of a Redis cluster."""
-    return f"paceline:{{{check_name(run_id, 'run id')}}}:ledger:"
+    """Prefix of every key of the run's ledger."""
+    return redis_prefix(run_id, "ledger")
 
 
 def key(run_id: str, part: str) -> str:
