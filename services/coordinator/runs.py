@@ -6,10 +6,10 @@ import time
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.rpc import errors
+from paceline.rpc.membership import RUN_ENDED
 from paceline.rpc.status import timestamp
 from services.coordinator.state import Store, Transaction, View
 
-ENDED = (pb.RUN_STATE_FINISHED, pb.RUN_STATE_FAILED, pb.RUN_STATE_STOPPED)
 _TOPICS = ("run", "versions", "members", "steps")
 
 
@@ -21,7 +21,7 @@ async def load(view: View) -> pb.Run | None:
 async def has_ended(view: View) -> bool:
     """Whether the run was created and has ended."""
     run = await load(view)
-    return run is not None and run.state in ENDED
+    return run is not None and run.state in RUN_ENDED
 
 
 async def missing(store: Store, run_id: str) -> errors.NotFound:
@@ -55,7 +55,7 @@ def _refuse_other(run: pb.Run, request: pb.CreateRunRequest) -> None:
             f"run {run.run_id!r} exists with configuration {run.config_digest}, not {request.config_digest}; "
             "resume it to accept the change, or choose another run.name"
         )
-    if run.state in ENDED:
+    if run.state in RUN_ENDED:
         state = pb.RunState.Name(run.state).removeprefix("RUN_STATE_")
         raise errors.FailedPrecondition(
             f"run {run.run_id!r} has ended ({state}: {run.reason or 'no reason given'}); "
@@ -65,14 +65,14 @@ def _refuse_other(run: pb.Run, request: pb.CreateRunRequest) -> None:
 
 async def finish(change: Transaction, request: pb.FinishRunRequest) -> pb.FinishRunResponse | None:
     """End the run; None when it does not exist. The first end stands."""
-    if request.state not in ENDED:
+    if request.state not in RUN_ENDED:
         raise errors.InvalidArgument(
             f"state {request.state} does not end a run; use RUN_STATE_FINISHED, RUN_STATE_FAILED or RUN_STATE_STOPPED"
         )
     run = await load(change)
     if run is None:
         return None
-    if run.state not in ENDED:
+    if run.state not in RUN_ENDED:
         run.state, run.reason = request.state, request.reason
         run.finished_time.CopyFrom(timestamp(time.time()))
         _save(change, run)

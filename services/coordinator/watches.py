@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.bell import heard
+from paceline.rpc.membership import RUN_ENDED
 from services.coordinator import members, runs, steps, versions
 from services.coordinator.state import Store, View
 
@@ -99,7 +100,7 @@ async def watch_steps(store: Store, run_id: str, start: int) -> AsyncIterator[pb
             header = await store.read(run_id, lambda view: view.header())
             yield pb.WatchStepsResponse(header=header, run=run)
             state = run.state
-        if run.state in runs.ENDED:
+        if run.state in RUN_ENDED:
             return
         if not await heard(ticket, NOTE_SECONDS):
             state = None

@@ -25,6 +25,7 @@ from paceline.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
 from paceline.rpc import errors
 from paceline.rpc.client import open_channel
 from paceline.rpc.members import MemberWatch
+from paceline.rpc.membership import RUN_ENDED
 from paceline.rpc.status import Activity, StatusBoard
 from services.dashboard.state import FollowedMember, LiveState, Source
 from services.dashboard.store import FleetSample, StepRow, Store
@@ -63,7 +64,7 @@ class Follower:
         while True:
             async with self._attempt(self._state.steps_source, activity, "coordinator"):
                 await self._read_steps(activity)
-            ended = self._state.run is not None and self._state.run.state > pb.RUN_STATE_ACTIVE
+            ended = self._state.run is not None and self._state.run.state in RUN_ENDED
             await asyncio.sleep(5 * self._every if ended else self._every / 2)
 
     async def follow_members(self) -> None:

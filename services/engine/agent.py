@@ -11,6 +11,7 @@ import grpc.aio
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.weights.v1 import weights_pb2
+from paceline.bell import heard
 from paceline.ids import new_id
 from paceline.rpc import errors
 from paceline.rpc.status import StatusBoard
@@ -147,9 +148,5 @@ class WeightAgent:
     async def _pause(self, seconds: float, cause: str) -> None:
         """Wait until a version arrives, for at most `seconds`."""
         with self._activity.waiting(cause, seconds):
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._arrived.wait()
+            if await heard(self._arrived, seconds):
                 self._arrived.clear()
-            except TimeoutError:
-                pass

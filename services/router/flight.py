@@ -12,6 +12,7 @@ import grpc.aio
 
 from paceline.api.common.v1 import generation_pb2 as generation_pb
 from paceline.api.engine.v1 import engine_service_pb2 as engine_pb
+from paceline.bell import heard
 from paceline.rpc import errors
 from paceline.telemetry import names, tracing
 from paceline.weights.gate import admits
@@ -92,10 +93,7 @@ class Flight:
             self._table.notify()
             return
         await self._abort_on_engine(self.rank)
-        try:
-            async with asyncio.timeout(ABORT_SECONDS):
-                await self.done.wait()
-        except TimeoutError:
+        if not await heard(self.done, ABORT_SECONDS):
             log.warning("engine %s did not end %s; its call is cancelled", self.rank.key[0], self.engine_request_id)
             if self._call is not None:
                 self._call.cancel()

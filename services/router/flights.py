@@ -10,6 +10,7 @@ import grpc.aio
 
 from paceline.api.common.v1 import generation_pb2 as generation_pb
 from paceline.api.engine.v1 import engine_service_pb2 as engine_pb
+from paceline.bell import heard
 from paceline.rpc import errors
 from paceline.rpc.status import StatusBoard
 from services.router.flight import ABORT_SECONDS, Flight
@@ -91,13 +92,10 @@ class Flights:
         )
 
     async def _wait_end(self, earlier: Flight) -> None:
-        try:
-            async with asyncio.timeout(END_SECONDS):
-                await earlier.done.wait()
-        except TimeoutError:
+        if not await heard(earlier.done, END_SECONDS):
             raise errors.AlreadyExists(
                 f"request {earlier.request.request_id!r} is running; abort it first, or use another request_id"
-            ) from None
+            )
 
     def _closed(self, flight: Flight) -> None:
         if self._flights.get(flight.request.request_id) is flight:

@@ -7,6 +7,7 @@ import asyncio
 import grpc.aio
 
 from paceline.api.engine.v1 import engine_service_pb2 as engine_pb
+from paceline.bell import heard
 from paceline.rpc import errors
 from services.router.table import Engine, EngineTable
 from services.router.versions import PublishedVersions
@@ -41,11 +42,7 @@ class HealthProber:
         while True:
             if engine.serving:
                 await self.probe(engine)
-            try:
-                async with asyncio.timeout(self._every_seconds):
-                    await engine.probe_now.wait()
-            except TimeoutError:
-                pass
+            await heard(engine.probe_now, self._every_seconds)
 
     async def probe(self, engine: Engine) -> None:
         """Ask for one token and note the outcome in the table."""

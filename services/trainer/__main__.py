@@ -10,10 +10,11 @@ from paceline.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from paceline.config import make_plugin
 from paceline.ledger import Ledger
 from paceline.plugins import registry
+from paceline.rpc.membership import RUN_ENDED
 from paceline.rpc.runtime import ServiceContext, run_service
 from paceline.stream import SampleStream
 from services.trainer.checkpoint import CheckpointStore
-from services.trainer.control import ENDED, Control
+from services.trainer.control import Control
 from services.trainer.loop import Parts, TrainingLoop
 from services.trainer.metrics import MetricsFile
 from services.trainer.objective import Objective
@@ -63,7 +64,7 @@ async def start(context: ServiceContext) -> None:
             ledger=Ledger(context.redis(), context.run_id),
             stream=SampleStream(context.redis(), context.run_id, capacity),
             metrics=MetricsFile(context.config.directory / "metrics.jsonl"),
-            run_ended=lambda: context.membership is not None and context.membership.run_state in ENDED,
+            run_ended=lambda: context.membership is not None and context.membership.run_state in RUN_ENDED,
             report=lambda: context.membership.report_now() if context.membership is not None else None,
         )  # fmt: skip
         await TrainingLoop(parts).run()

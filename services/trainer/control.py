@@ -12,13 +12,13 @@ from paceline.api.weights.v1 import weights_pb2
 from paceline.ids import new_id
 from paceline.rpc import errors
 from paceline.rpc.following import STREAM_SECONDS, follow
+from paceline.rpc.membership import RUN_ENDED
 from paceline.rpc.patience import until_available
 from paceline.rpc.status import Activity
 from services.trainer.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
-ENDED = (pb.RUN_STATE_FINISHED, pb.RUN_STATE_FAILED, pb.RUN_STATE_STOPPED)
 _CALL_SECONDS = 10.0
 
 
@@ -113,7 +113,7 @@ class Control:
                         record = response.record
                         if record.kind == pb.RECORD_KIND_EVALUATION and record.step == step:
                             missing.discard(record.name)
-                        if not missing or response.run.state in ENDED:
+                        if not missing or response.run.state in RUN_ENDED:
                             break
         except TimeoutError:
             log.info("gave up after %g s: %s", seconds, cause)

@@ -22,7 +22,7 @@ class Bell:
 
 
 async def heard(ticket: asyncio.Event, seconds: float) -> bool:
-    """Wait for the ring that a ticket stands for; False when it did not come within `seconds`."""
+    """Wait for the ring that a ticket stands for, or any event; False when it did not come within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await ticket.wait()

@@ -10,6 +10,7 @@ import grpc.aio
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as pb_grpc
+from paceline.bell import heard
 from paceline.ids import new_id
 from paceline.rpc import errors
 from paceline.rpc.status import StatusBoard
@@ -17,6 +18,8 @@ from paceline.rpc.status import StatusBoard
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 5.0
+RUN_ENDED = (pb.RUN_STATE_FINISHED, pb.RUN_STATE_FAILED, pb.RUN_STATE_STOPPED)
+"""States of a run that has ended."""
 
 
 class TakenOver(RuntimeError):
@@ -74,11 +77,7 @@ class Membership:
             log.info("left without deregistering: %s", error.code().name)
 
     async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+        await heard(self._changed, seconds)
         self._changed.clear()
 
     async def _register(self) -> None:
