@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any
 
 from paceline.config.base import PluginTable
 from paceline.config.errors import ConfigError
-from paceline.config.plugin_table import load_plugin
+from paceline.config.plugin_table import load_plugin, options_model
 from paceline.config.run_file import RunFile, plugin_options
+
+_MAY_BE_FUNCTION = ("source", "grader")
+"""Kinds whose plug-in may also be a plain function."""
 
 
 def check(config: RunFile) -> None:
-    """ConfigError with one line a fault. Engine and trainer backends check their own options when they start."""
+    """ConfigError with one line a fault. Engine backends may need torch, so they check their options when they start."""
     faults: list[str] = []
     for kind, table, where in plugin_tables(config):
         try:
@@ -48,8 +53,20 @@ def plugin_tables(config: RunFile) -> list[tuple[str, PluginTable, str]]:
 
 def _check_table(kind: str, table: PluginTable, where: str) -> None:
     plugin = load_plugin(kind, table, where)
-    options = getattr(plugin, "Options", None)
-    if options is not None:
-        plugin_options(table, options, where)
-    elif table.options():
+    if kind in _MAY_BE_FUNCTION and not hasattr(plugin, "Options"):
+        _check_function(plugin, kind, table, where)
+    else:
+        plugin_options(table, options_model(plugin, kind, table, where), where)
+
+
+def _check_function(function: Any, kind: str, table: PluginTable, where: str) -> None:
+    """A source is called with its table's other keys; a grader's function takes none of them."""
+    if not callable(function):
+        raise ConfigError(f"{where}.name: {table.name!r} is neither a {kind} nor a function")
+    if kind == "grader" and table.options():
         raise ConfigError(f"{where}: {table.name!r} takes no options, but has {', '.join(table.options())}")
+    if kind == "source":
+        try:
+            inspect.signature(function).bind(**table.options())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{where}: {table.name!r}: {error}") from error

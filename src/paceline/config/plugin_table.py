@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from paceline.config.base import PluginTable
 from paceline.config.errors import ConfigError
 from paceline.config.run_file import plugin_options
@@ -24,7 +26,12 @@ def make_plugin(kind: str, table: PluginTable, where: str, *arguments: Any) -> A
     ConfigError, with the table's key `where`, when there is none, it is no plug-in, or its options are wrong.
     """
     plugin = load_plugin(kind, table, where)
+    return plugin(plugin_options(table, options_model(plugin, kind, table, where), where), *arguments)
+
+
+def options_model(plugin: Any, kind: str, table: PluginTable, where: str) -> type[BaseModel]:
+    """The model of a plug-in's options; ConfigError when it has none, and so is no plug-in."""
     options = getattr(plugin, "Options", None)
     if options is None:
         raise ConfigError(f"{where}.name: {table.name!r} is no {kind}: it has no nested class Options")
-    return plugin(plugin_options(table, options, where), *arguments)
+    return options
