@@ -16,7 +16,7 @@ _MAY_BE_FUNCTION = ("source", "grader")
 
 
 def check(config: RunFile) -> None:
-    """ConfigError with one line a fault. Engine backends may need torch, so they check their options when they start."""
+    """ConfigError with one line a fault. Engine backends may need torch; they check theirs when they start."""
     faults: list[str] = []
     for kind, table, where in plugin_tables(config):
         try:
