@@ -9,6 +9,7 @@ import grpc.aio
 
 from paceline.api.engine.v1 import engine_service_pb2 as pb
 from paceline.api.engine.v1 import engine_service_pb2_grpc as pb_grpc
+from paceline.ids import new_id
 from paceline.rpc import errors
 from paceline.rpc.status import StatusBoard
 from paceline.telemetry import names
@@ -18,6 +19,7 @@ from services.engine.backends.base import EngineBackend
 from services.engine.generation import Load, PauseMode, Request, check_gate
 
 MAX_PAUSE_SECONDS = 600.0
+REMEMBERED_PAUSES = 256
 
 _MODES: dict[int, PauseMode] = {
     pb.PAUSE_MODE_IN_PLACE: "in_place",
@@ -33,6 +35,7 @@ class EngineServer(pb_grpc.EngineServiceServicer):
     def __init__(self, backend: EngineBackend, board: StatusBoard, max_sequence_length: int) -> None:
         self._backend = backend
         self._board = board
+        self._pauses: dict[str, int] = {}
         self._max_sequence_length = max_sequence_length
 
     async def Generate(
@@ -77,7 +80,13 @@ class EngineServer(pb_grpc.EngineServiceServicer):
                 f"deadline_seconds = {request.deadline_seconds:g}; it must be over 0 and at most {MAX_PAUSE_SECONDS:g}"
             )
         self._require_loaded()
-        return pb.PauseResponse(num_running=await self._backend.pause(mode, request.deadline_seconds))
+        # A repeat that comes late must not pause again an engine that was resumed meanwhile.
+        request_id = request.request_id or new_id()
+        if request_id not in self._pauses:
+            self._pauses[request_id] = await self._backend.pause(mode, request.deadline_seconds)
+            while len(self._pauses) > REMEMBERED_PAUSES:
+                self._pauses.pop(next(iter(self._pauses)))
+        return pb.PauseResponse(num_running=self._pauses[request_id])
 
     async def Resume(self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext) -> pb.ResumeResponse:
         self._require_loaded()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from paceline.rpc import errors
 from paceline.weights.manifest import Manifest, content_digest
@@ -49,9 +49,7 @@ def read_publication(directory: Path, weight_version: int) -> Publication:
                     if (found.get_dtype(), list(found.get_shape())) != (entry.dtype, entry.shape):
                         raise errors.DataLoss(f"tensor {entry.name} of {directory} is not as its manifest says")
                     tensors[entry.name] = file.get_tensor(entry.name)
-        except errors.PacelineError:
-            raise
-        except Exception as error:
+        except (OSError, SafetensorError) as error:
             raise errors.DataLoss(f"{directory / name} cannot be read: {error}") from error
     for entry in manifest.tensors:
         if sha256_of(tensors[entry.name]) != entry.sha256:

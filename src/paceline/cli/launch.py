@@ -77,18 +77,22 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
             return INTERRUPTED
         if not done:
             console.print("[red]the run cannot go on:[/]", escape(launcher.failure), highlight=False, soft_wrap=True)
-            return EXIT_CONFIG if "refused its configuration" in launcher.failure else 1
+            return EXIT_CONFIG if _refused(launcher) else 1
         await observer.poll_members()
         await finish(launcher, observer, time.monotonic() - began)
         return 0
     except StartFailed as error:
         console.print("[red]could not start:[/]", escape(str(error)), highlight=False, soft_wrap=True)
-        refused = any(child.last_exit == EXIT_CONFIG for child in launcher.children.values())
-        return EXIT_CONFIG if refused else 1
+        return EXIT_CONFIG if _refused(launcher) else 1
     finally:
         if observer is not None:
             await observer.close()
         await launcher.stop()
+
+
+def _refused(launcher: Launcher) -> bool:
+    """Whether a process ended because of what the user wrote."""
+    return any(child.last_exit == EXIT_CONFIG for child in launcher.children.values())
 
 
 def links(launcher: Launcher) -> list[str]:

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import redis.asyncio
 
-from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as coordinator_grpc
 from paceline.config import ConfigError, RunFile, load_run_file
 from paceline.launcher.process import Child
 from paceline.launcher.redis_server import RedisServer
-from paceline.rpc.client import open_channel
 
 
 @dataclass(frozen=True)
@@ -86,16 +83,6 @@ def _live(directory: Path) -> dict[str, Any] | None:
     except PermissionError:
         return content
     return content
-
-
-@asynccontextmanager
-async def coordinator_of(run: KnownRun) -> AsyncIterator[coordinator_grpc.CoordinatorServiceAsyncStub]:
-    """A stub of the run's coordinator."""
-    channel: grpc.aio.Channel = open_channel(run.address("coordinator-0"))
-    try:
-        yield coordinator_grpc.CoordinatorServiceStub(channel)  # type: ignore[misc]
-    finally:
-        await channel.close()
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from paceline import files
 from paceline.cli.observe import RunView
 from paceline.ledger import Account
 from paceline.telemetry import names
@@ -64,9 +65,7 @@ def summarize(view: RunView, account: Account, seconds: float) -> dict[str, Any]
 def write(summary: dict[str, Any], directory: Path) -> Path:
     """Write summary.json, whole or not at all."""
     path = directory / "summary.json"
-    temporary = directory / ".summary.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    temporary.replace(path)
+    files.replace(path, json.dumps(summary, indent=2) + "\n")
     return path
 
 

@@ -66,12 +66,14 @@ class Membership:
                     await self._pause(0.5)
 
     async def leave(self) -> None:
-        """End the lease now. A coordinator that cannot be reached lets it run out."""
+        """Say how this process ended, and end the lease now. A coordinator that is away lets it run out."""
         request = pb.DeregisterMemberRequest(
             request_id=new_id(), run_id=self._board.run_id, member_id=self._board.member_id,
             incarnation=self._board.incarnation,
         )  # fmt: skip
         try:
+            if self._registered:
+                await self._stub.Heartbeat(self._beat(), timeout=1.0)
             await self._stub.DeregisterMember(request, timeout=1.0)
         except grpc.aio.AioRpcError as error:
             log.info("left without deregistering: %s", error.code().name)
@@ -96,16 +98,18 @@ class Membership:
         self._registered = True
 
     async def _heartbeat(self) -> None:
-        board = self._board
-        request = pb.HeartbeatRequest(
-            run_id=board.run_id, member_id=board.member_id, incarnation=board.incarnation, state=board.state,
-            weight_version=board.weight_version, gauges=board.gauges,
-        )  # fmt: skip
         began = time.monotonic()
         try:
-            response = await self._stub.Heartbeat(request, timeout=CALL_SECONDS)
+            response = await self._stub.Heartbeat(self._beat(), timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc(error) from error
         self.run_state = response.run_state
         if time.monotonic() - began > 1:
             log.warning("heartbeat took %.1f s", time.monotonic() - began)
+
+    def _beat(self) -> pb.HeartbeatRequest:
+        board = self._board
+        return pb.HeartbeatRequest(
+            run_id=board.run_id, member_id=board.member_id, incarnation=board.incarnation, state=board.state,
+            weight_version=board.weight_version, gauges=board.gauges,
+        )  # fmt: skip

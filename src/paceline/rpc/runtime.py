@@ -140,7 +140,8 @@ class ServiceContext:
                 log.error("while stopping: %s", result, exc_info=result)
 
     async def _close(self) -> None:
-        self.status.state = "DRAINING"
+        if self.status.state != "DONE":
+            self.status.state = "DRAINING"
         for closer in reversed(self._closers):
             await closer()
         if self.membership is not None:
@@ -159,7 +160,7 @@ def run_service(service: str, start: Callable[[ServiceContext], Awaitable[None]]
     parser.add_argument("run_file", type=Path, help="run file (TOML), or the resolved config.json of a run")
     parser.add_argument("overrides", nargs="*", help="key=value, as in trainer.optimizer.learning_rate=1e-4")
     Place.add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s"
     )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-paceline/api/rollout/v1/rollout_service.proto\x12\x17paceline.api.rollout.v1\"(\n\x16PauseProductionRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"0\n\x17PauseProductionResponse\x12\x15\n\rnum_in_flight\x18\x01 \x01(\x03\"\x19\n\x17ResumeProductionRequest\"\x1a\n\x18ResumeProductionResponse\"K\n\x0f\x45valuateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\"\xd8\x01\n\x10\x45valuationResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x13\n\x0bnum_prompts\x18\x03 \x01(\x03\x12\x13\n\x0bnum_missing\x18\x04 \x01(\x03\x12\x45\n\x06values\x18\x05 \x03(\x0b\x32\x35.paceline.api.rollout.v1.EvaluationResult.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x10\x45valuateResponse\x12:\n\x07results\x18\x01 \x03(\x0b\x32).paceline.api.rollout.v1.EvaluationResult2\xe6\x02\n\x0eRolloutService\x12v\n\x0fPauseProduction\x12/.paceline.api.rollout.v1.PauseProductionRequest\x1a\x30.paceline.api.rollout.v1.PauseProductionResponse\"\x00\x12y\n\x10ResumeProduction\x12\x30.paceline.api.rollout.v1.ResumeProductionRequest\x1a\x31.paceline.api.rollout.v1.ResumeProductionResponse\"\x00\x12\x61\n\x08\x45valuate\x12(.paceline.api.rollout.v1.EvaluateRequest\x1a).paceline.api.rollout.v1.EvaluateResponse\"\x00\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-paceline/api/rollout/v1/rollout_service.proto\x12\x17paceline.api.rollout.v1\"<\n\x16PauseProductionRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"0\n\x17PauseProductionResponse\x12\x15\n\rnum_in_flight\x18\x01 \x01(\x03\"-\n\x17ResumeProductionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1a\n\x18ResumeProductionResponse\"K\n\x0f\x45valuateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\"\xd8\x01\n\x10\x45valuationResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\x03\x12\x13\n\x0bnum_prompts\x18\x03 \x01(\x03\x12\x13\n\x0bnum_missing\x18\x04 \x01(\x03\x12\x45\n\x06values\x18\x05 \x03(\x0b\x32\x35.paceline.api.rollout.v1.EvaluationResult.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x10\x45valuateResponse\x12:\n\x07results\x18\x01 \x03(\x0b\x32).paceline.api.rollout.v1.EvaluationResult2\xe6\x02\n\x0eRolloutService\x12v\n\x0fPauseProduction\x12/.paceline.api.rollout.v1.PauseProductionRequest\x1a\x30.paceline.api.rollout.v1.PauseProductionResponse\"\x00\x12y\n\x10ResumeProduction\x12\x30.paceline.api.rollout.v1.ResumeProductionRequest\x1a\x31.paceline.api.rollout.v1.ResumeProductionResponse\"\x00\x12\x61\n\x08\x45valuate\x12(.paceline.api.rollout.v1.EvaluateRequest\x1a).paceline.api.rollout.v1.EvaluateResponse\"\x00\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVALUATIONRESULT_VALUESENTRY']._loaded_options = None
   _globals['_EVALUATIONRESULT_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_PAUSEPRODUCTIONREQUEST']._serialized_start=74
-  _globals['_PAUSEPRODUCTIONREQUEST']._serialized_end=114
-  _globals['_PAUSEPRODUCTIONRESPONSE']._serialized_start=116
-  _globals['_PAUSEPRODUCTIONRESPONSE']._serialized_end=164
-  _globals['_RESUMEPRODUCTIONREQUEST']._serialized_start=166
-  _globals['_RESUMEPRODUCTIONREQUEST']._serialized_end=191
-  _globals['_RESUMEPRODUCTIONRESPONSE']._serialized_start=193
-  _globals['_RESUMEPRODUCTIONRESPONSE']._serialized_end=219
-  _globals['_EVALUATEREQUEST']._serialized_start=221
-  _globals['_EVALUATEREQUEST']._serialized_end=296
-  _globals['_EVALUATIONRESULT']._serialized_start=299
-  _globals['_EVALUATIONRESULT']._serialized_end=515
-  _globals['_EVALUATIONRESULT_VALUESENTRY']._serialized_start=470
-  _globals['_EVALUATIONRESULT_VALUESENTRY']._serialized_end=515
-  _globals['_EVALUATERESPONSE']._serialized_start=517
-  _globals['_EVALUATERESPONSE']._serialized_end=595
-  _globals['_ROLLOUTSERVICE']._serialized_start=598
-  _globals['_ROLLOUTSERVICE']._serialized_end=956
+  _globals['_PAUSEPRODUCTIONREQUEST']._serialized_end=134
+  _globals['_PAUSEPRODUCTIONRESPONSE']._serialized_start=136
+  _globals['_PAUSEPRODUCTIONRESPONSE']._serialized_end=184
+  _globals['_RESUMEPRODUCTIONREQUEST']._serialized_start=186
+  _globals['_RESUMEPRODUCTIONREQUEST']._serialized_end=231
+  _globals['_RESUMEPRODUCTIONRESPONSE']._serialized_start=233
+  _globals['_RESUMEPRODUCTIONRESPONSE']._serialized_end=259
+  _globals['_EVALUATEREQUEST']._serialized_start=261
+  _globals['_EVALUATEREQUEST']._serialized_end=336
+  _globals['_EVALUATIONRESULT']._serialized_start=339
+  _globals['_EVALUATIONRESULT']._serialized_end=555
+  _globals['_EVALUATIONRESULT_VALUESENTRY']._serialized_start=510
+  _globals['_EVALUATIONRESULT_VALUESENTRY']._serialized_end=555
+  _globals['_EVALUATERESPONSE']._serialized_start=557
+  _globals['_EVALUATERESPONSE']._serialized_end=635
+  _globals['_ROLLOUTSERVICE']._serialized_start=638
+  _globals['_ROLLOUTSERVICE']._serialized_end=996
 # @@protoc_insertion_point(module_scope)
