@@ -58,6 +58,9 @@ def convert(gguf: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # safetensors writes for the owner only; a container's user must read it too.
+    for path in folder.iterdir():
+        path.chmod(0o644)
 
 
 def main() -> None:
