@@ -167,6 +167,7 @@ async def _extend(change: Transaction) -> None:
         expiry = now + float(lengths.get(member.member_id.encode(), 10))
         if expiry > member.lease_expiry_time.ToNanoseconds() / 1e9:
             _renew(change, member, expiry)
+            change.touch("members")
 
 
 async def _expire(change: Transaction) -> None:
