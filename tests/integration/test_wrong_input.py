@@ -65,3 +65,19 @@ def test_a_redis_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert code == 1
     assert "Redis" in text
     assert "127.0.0.1:1" in text
+
+
+def test_a_run_that_is_up_is_not_started_twice(tmp_path: Path) -> None:
+    from paceline.launcher.lock import lock_directory
+
+    with lock_directory(tmp_path / "x"):
+        code, text = paceline("run", "examples/sort4/run.toml", f"run.directory={tmp_path / 'x'}", "--fresh")
+    assert code == 2
+    assert "is up already" in text
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, text = paceline("run", "examples/sort4/run.toml", f"run.directory={tmp_path / 'file' / 'x'}")
+    assert code == 2
+    assert "cannot be written" in text

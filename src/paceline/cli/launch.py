@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +17,7 @@ from paceline.cli.progress import Progress
 from paceline.config import ConfigError, RunFile
 from paceline.config.check import check
 from paceline.launcher.launcher import Launcher
+from paceline.launcher.lock import lock_directory
 from paceline.launcher.process import EXIT_CONFIG, StartFailed
 
 INTERRUPTED = 130
@@ -24,19 +25,24 @@ LAST_RECORDS_SECONDS = 5.0
 Finish = Callable[[Launcher, Observer, float], Awaitable[None]]
 
 
-def prepare(config: RunFile, fresh: bool) -> None:
-    """Check the run file and the run's folder before anything starts."""
+def prepare(config: RunFile, fresh: bool) -> IO[str]:
+    """Check the run file and the run's folder before anything starts; returns the lock of the folder."""
     check(config)
     directory = config.directory
+    try:
+        lock = lock_directory(directory)
+    except OSError as error:
+        raise ConfigError(f"run.directory {directory} cannot be written: {error.strerror}") from error
     earlier = directory / "config.json"
     if fresh and earlier.exists():
         set_aside(directory)
+        lock = lock_directory(directory)
     if earlier.exists() and _differs(earlier, config):
         raise ConfigError(
             f"{directory} holds a run with another configuration; choose another run.name, put the file back as it was "
             "to go on with that run, or pass --fresh to set the earlier run aside"
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    return lock
 
 
 def set_aside(directory: Path) -> Path:

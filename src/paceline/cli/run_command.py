@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = load_run_file(arguments.run_file, arguments.overrides)
-    prepare(config, arguments.fresh)
+    lock = prepare(config, arguments.fresh)
     console = Console()
 
     async def finish(launcher: Launcher, observer: Observer, seconds: float) -> None:
@@ -49,4 +49,5 @@ def run(arguments: argparse.Namespace) -> int:
             highlight=False,
         )
 
-    return asyncio.run(run_launcher(config, console, until_done=True, finish=finish))
+    with lock:
+        return asyncio.run(run_launcher(config, console, until_done=True, finish=finish))

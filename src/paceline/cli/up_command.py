@@ -21,11 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = load_run_file(arguments.run_file, arguments.overrides)
-    prepare(config, fresh=False)
+    lock = prepare(config, fresh=False)
 
     async def finish(launcher: Launcher, observer: Observer, seconds: float) -> None:
         return None
 
-    code = asyncio.run(run_launcher(config, Console(), until_done=False, finish=finish))
+    with lock:
+        code = asyncio.run(run_launcher(config, Console(), until_done=False, finish=finish))
     # Ctrl-C is how `up` is meant to end.
     return 0 if code == 130 else code
