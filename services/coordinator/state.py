@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import redis.asyncio
 from google.protobuf.message import Message
-from redis.exceptions import ReadOnlyError, ResponseError, WatchError
+from redis.exceptions import ResponseError, WatchError
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.bell import Bell
@@ -247,8 +247,7 @@ async def _in_time(work: Awaitable[T]) -> T:
     except TimeoutError as error:
         raise errors.Unavailable(f"Redis did not answer within {REDIS_SECONDS:g} s; is it running?", 0.5) from error
     except ResponseError as error:
-        if isinstance(error, ReadOnlyError) or str(error).startswith("MISCONF"):
-            raise errors.Unavailable(
-                f"Redis takes no writes ({error}); is its disk full, or is it a replica?"
-            ) from error
-        raise
+        known = errors.translate(error)
+        if known is None:
+            raise
+        raise known from error

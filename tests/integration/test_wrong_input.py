@@ -81,3 +81,12 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     code, text = paceline("run", "examples/sort4/run.toml", f"run.directory={tmp_path / 'file' / 'x'}")
     assert code == 2
     assert "cannot be written" in text
+
+
+def test_a_reward_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_reward.py").write_text("import nosuchmodule\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, text = paceline("config", "check", "examples/sort4/run.toml", "reward.graders.0.name=broken_reward:score")
+    assert code == 2
+    assert "'broken_reward:score' cannot be imported: ModuleNotFoundError: No module named 'nosuchmodule'" in text
+    assert "Traceback" not in text

@@ -101,7 +101,12 @@ def _figures(record: pb.StepRecord) -> str:
 
 
 def _line(record: pb.StepRecord, total: int) -> str:
-    reward = record.values.get(names.REWARD_MEAN, float("nan"))
+    missing = int(record.values.get(names.REWARD_MISSING, 0))
+    reward = f"reward {record.values[names.REWARD_MEAN]:.3f}" if names.REWARD_MEAN in record.values else "reward none"
     if record.kind == pb.RECORD_KIND_EVALUATION:
-        return f"step {record.step}/{total}  evaluation {record.name}: reward {reward:.3f}"
-    return f"step {record.step}/{total}  reward {reward:.3f}  {_figures(record)}  version {record.weight_version}"
+        return f"step {record.step}/{total}  evaluation {record.name}: {reward}"
+    if missing:
+        reward += f" ({missing} samples without one)"
+    if not record.values.get(names.OPTIMIZER_UPDATES, 1):
+        reward += "  nothing to learn from"
+    return f"step {record.step}/{total}  {reward}  {_figures(record)}  version {record.weight_version}"

@@ -78,7 +78,7 @@ def show(console: Console, summary: dict[str, Any], view: RunView) -> None:
     table.add_row("reward", f"{first:.2f} (first {FIRST_STEPS} steps) to [bold]{last:.2f}[/] (last {LAST_STEPS} steps)")
     for (name, step), record in sorted(view.evaluations.items()):
         table.add_row(f"evaluation {name}, step {step}", f"{record.values.get(names.REWARD_MEAN, float('nan')):.2f}")
-    table.add_row("steps", f"{summary['steps']} in {summary['seconds']:.0f} s")
+    table.add_row("steps", f"{summary['steps']} in {summary['seconds']:.0f} s, the start of the services included")
     table.add_row("generation", f"{summary['generated_tokens_per_second']:.0f} tokens/s of engine time")
     table.add_row("training", f"{summary['train_tokens_per_second']:.0f} sampled tokens/s of trainer time")
     phases = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["seconds_by_phase"].items())

@@ -18,6 +18,13 @@ def load_plugin(kind: str, table: PluginTable, where: str) -> Any:
         return registry(kind).load(table.name)
     except UnknownPlugin as error:
         raise ConfigError(f"{where}.name: {error}") from error
+    except Exception as error:
+        # A module of the user's may raise anything when it is imported; built-in ones must show their traceback.
+        if ":" not in table.name:
+            raise
+        raise ConfigError(
+            f"{where}.name: {table.name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 def make_plugin(kind: str, table: PluginTable, where: str, *arguments: Any) -> Any:

@@ -110,6 +110,14 @@ def translate(error: BaseException) -> PacelineError | None:
         return from_rpc(error)
     if isinstance(error, redis.exceptions.OutOfMemoryError):
         return ResourceExhausted(f"Redis is out of memory ({error}); raise maxmemory or let consumers catch up", 1.0)
+    # In a pipeline or transaction the client puts words of its own before the server's.
+    if isinstance(error, redis.exceptions.ReadOnlyError) or (
+        isinstance(error, redis.exceptions.ResponseError) and "MISCONF " in str(error)
+    ):
+        return Unavailable(
+            f"Redis takes no writes ({error}); is its disk full, or is it a replica? Free space and the run goes on",
+            1.0,
+        )
     if isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError):
         return Unavailable(f"Redis cannot be reached ({error}); is it running, and is the address right?", 0.5)
     return None

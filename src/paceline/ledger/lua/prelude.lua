@@ -49,7 +49,7 @@ end
 local function need_ledger()
   local id = call('HGET', META, 'ledger_id')
   if not id then
-    refuse('FAILED_PRECONDITION', 'ledger of run ' .. RUN .. ' is gone (Redis lost its data, or the run never started)'
+    refuse('FAILED_PRECONDITION', 'ledger of run ' .. RUN .. ' is gone (the run is still starting, or Redis lost its data)'
       .. '; restart the trainer to restore it from the last checkpoint')
   elseif LEDGER_ID ~= '' and id ~= LEDGER_ID then
     refuse('FAILED_PRECONDITION', 'ledger of run ' .. RUN .. ' was replaced after Redis lost its data; what this '
