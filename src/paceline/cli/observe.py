@@ -14,9 +14,9 @@ from paceline.api.common.v1 import status_service_pb2_grpc as status_grpc
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as coordinator_grpc
 from paceline.rpc.client import open_channel
+from paceline.rpc.following import STREAM_SECONDS
 
 STATUS_SECONDS = 0.8
-WATCH_SECONDS = 3600.0
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Observer:
         while True:
             request = pb.WatchStepsRequest(run_id=self._run_id, start_step=0)
             try:
-                async for response in self._coordinator.WatchSteps(request, timeout=WATCH_SECONDS):
+                async for response in self._coordinator.WatchSteps(request, timeout=STREAM_SECONDS):
                     if response.HasField("run"):
                         self.view.run = response.run
                     if response.HasField("record") and self._keep(response.record):
