@@ -257,10 +257,14 @@ def _describe(
     samples = [sample for group in groups for sample in group.samples]
     rewards = [item.reward for group in episodes for item in group if item.reward is not None]
     lengths = [sample.num_sampled for sample in samples]
+    unrewarded = [all(item.reward is None for item in group) for group in episodes]
     values: dict[str, float] = {
         names.REWARD_MISSING: sum(item.reward is None for group in episodes for item in group),
         names.GROUPS_TRAINED: len(groups),
-        names.GROUPS_ZERO_VARIANCE: sum(zero_variance),
+        names.GROUPS_ZERO_VARIANCE: sum(
+            flat and not without for flat, without in zip(zero_variance, unrewarded, strict=True)
+        ),
+        names.GROUPS_WITHOUT_REWARD: sum(unrewarded),
         names.TRUNCATED_FRACTION: float(np.mean([sample.status == TRUNCATED for sample in samples])),
         names.TOKENS_TRAINED: sum(lengths),
         names.RESPONSE_LENGTH_MEAN: float(np.mean(lengths)),

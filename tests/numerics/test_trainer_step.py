@@ -64,7 +64,7 @@ class Stepper:
     ("groups", "expected"),
     [
         ([group(0, [1.0, 1.0]), group(1, [0.0, 0.0])], {"groups_zero_variance": 2, "reward_missing": 0}),
-        ([group(0, [None, None])], {"groups_zero_variance": 1, "reward_missing": 2}),
+        ([group(0, [None, None])], {"groups_without_reward": 1, "groups_zero_variance": 0, "reward_missing": 2}),
         ([group(0, [0.0, 1.0], [0, 0])], {"groups_zero_variance": 1, "tokens_trained": 0}),
         ([group(0, [100.0, 1.0], [0, 2])], {"groups_zero_variance": 1, "samples_trained": 0}),
         ([group(0, [0.0, 1.0], status=FAILED)], {"groups_zero_variance": 1}),

@@ -36,6 +36,8 @@ GROUPS_TRAINED = "groups_trained"
 """Groups of the step. Unit: {group}."""
 GROUPS_ZERO_VARIANCE = "groups_zero_variance"
 """Groups whose rewards are all equal: no gradient. Unit: {group}."""
+GROUPS_WITHOUT_REWARD = "groups_without_reward"
+"""Groups none of whose trajectories has a reward: no gradient. Unit: {group}."""
 GROUPS_REFUSED_STALE = "groups_refused_stale"
 """Groups refused as too old while the step was claimed. Unit: {group}."""
 SAMPLES_TRAINED = "samples_trained"
@@ -138,6 +140,7 @@ UNITS = {
     "staleness_max": "{version}",
     "groups_trained": "{group}",
     "groups_zero_variance": "{group}",
+    "groups_without_reward": "{group}",
     "groups_refused_stale": "{group}",
     "samples_trained": "{sample}",
     "truncated_fraction": "1",
@@ -177,6 +180,7 @@ BRIEFS = {
     "staleness_max": "The largest of them.",
     "groups_trained": "Groups of the step.",
     "groups_zero_variance": "Groups whose rewards are all equal: no gradient.",
+    "groups_without_reward": "Groups none of whose trajectories has a reward: no gradient.",
     "groups_refused_stale": "Groups refused as too old while the step was claimed.",
     "samples_trained": "Samples with a gradient.",
     "truncated_fraction": "Share of samples that hit the token limit.",

@@ -187,7 +187,8 @@ async def test_degenerate_steps_train_nothing_and_the_run_goes_on(
         assert await run.trainer.wait(END_SECONDS) == 0, run.trainer.log()
         records = await run.records()
         assert [records[step].values["optimizer_updates"] for step in (1, 2, 3, 4)] == [0, 0, 0, 1]
-        assert [records[step].values["groups_zero_variance"] for step in (1, 2, 3)] == [2, 2, 2]
+        assert [records[step].values["groups_zero_variance"] for step in (1, 2, 3)] == [2, 0, 2]
+        assert [records[step].values["groups_without_reward"] for step in (1, 2, 3)] == [0, 2, 0]
         assert [records[step].values["reward_missing"] for step in (1, 2, 3)] == [0, 4, 2]
         assert "reward_mean" not in records[2].values and records[3].values["reward_mean"] == 3.0
         assert [step for _, step in run.rollout.versions] == [0, 1, 2, 3, 4]
