@@ -13,15 +13,21 @@ class DataConfig(StrictModel):
     """Where prompts come from and how they become tokens."""
 
     source: PluginTable
-    """The source and its options: {name = "jsonl", path = "..."}, "parquet", "reasoning_gym", or 'module:attribute'."""
+    """The source and its options: {name = "jsonl", path = "..."}, "parquet", "reasoning_gym", "recorded" (groups of
+    an earlier run, trained on without engines), or 'module:attribute'."""
     epochs: int = Field(default=1, ge=1)
     """How often the data is gone through; an epoch's order is drawn from run.seed + epoch."""
     shuffle: bool = True
-    """Draw a new order every epoch; false keeps the source's order."""
+    """Draw a new order every epoch; false keeps the source's order, which is what recorded groups default to."""
     chat_template: bool = False
     """Render the prompt as one user message by the tokenizer's chat template; false takes the text as it is."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are dropped and counted (reason prompt_too_long)."""
+    max_example_tokens: int = Field(default=2048, ge=2)
+    """Most tokens of a labelled example (sft, dpo), prompt included."""
+    overlong: Literal["drop", "cut"] = "drop"
+    """"drop": a longer example is replaced by the next one and counted (reason example_too_long); "cut": its end is cut
+    off, and the record of the step has the share of such samples (truncated_fraction)."""
     max_malformed: int = Field(default=0, ge=0)
     """How many malformed records are skipped and counted before loading fails."""
 
@@ -67,10 +73,12 @@ class RolloutConfig(StrictModel):
     lease_seconds: float = Field(default=15.0, gt=0)
     """A group whose producer has not renewed for this long is issued again."""
     episode: PluginTable = PluginTable(name="single_turn")
-    """The episode plug-in."""
+    """The episode plug-in; "supervised", "preference" or "recorded" where the kind of the run says so."""
     filters: list[PluginTable] = []
     """Group filters in order: "nonzero_std", "no_missing", 'module:attribute'. What they refuse is replaced."""
     sampling: SamplingConfig = SamplingConfig()
+    dump: bool = False
+    """Write every group that is trained to <run>/rollouts/step-<n>.jsonl, for the source "recorded"."""
 
 
 class EvaluationConfig(StrictModel):

@@ -8,10 +8,19 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
+from paceline.config import kinds
 from paceline.config.base import PluginTable, StrictModel
 from paceline.config.data import DataConfig, EvaluationConfig, RolloutConfig
 from paceline.config.errors import ConfigError
@@ -35,6 +44,8 @@ class RunConfig(StrictModel):
 
     name: str
     """Run id: letters, digits, '.', '_', '-'."""
+    kind: Literal["rl", "sft", "dpo"] = "rl"
+    """"rl": samples and their rewards; "sft": labelled text; "dpo": preferences. The last two start no engine."""
     directory: str = ""
     """Where the run keeps everything; empty means runs/<name>."""
     seed: int = Field(default=0, ge=0)
@@ -57,7 +68,7 @@ class RunFile(StrictModel):
     evaluation: list[EvaluationConfig] = []
     engine: EngineConfig = EngineConfig()
     router: RouterConfig = RouterConfig()
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     gateway: GatewayConfig = GatewayConfig()
@@ -74,17 +85,35 @@ class RunFile(StrictModel):
         """SHA-256 of what is to be run; equal for equal content whatever the order of the file."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_kind(cls, data: Any) -> Any:
+        return kinds.with_defaults(data) if isinstance(data, dict) else data
+
+    @model_serializer(mode="wrap")
+    def _only_what_applies(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A resolved run file has no key that means nothing, so that it may be read again."""
+        tree = handler(self)
+        for key in kinds.inapplicable(self):
+            kinds.without(tree, key)
+        return tree
+
     @model_validator(mode="after")
     def _relations(self) -> RunFile:
-        if not self.reward.graders:
-            raise ValueError(
-                "reward.graders is empty; name at least one grader, as in [[reward.graders]] name = 'exact_match'"
-            )
+        kinds.check_kind(self)
         if self.rollout.buffer_groups < self.rollout.groups_per_step:
             raise ValueError(
                 f"rollout.buffer_groups = {self.rollout.buffer_groups} is below rollout.groups_per_step = "
                 f"{self.rollout.groups_per_step}: a step could never fill"
             )
+        if kinds.is_generated(self):
+            self._check_sampling()
+        names = [item.name for item in self.evaluation]
+        if len(set(names)) != len(names):
+            raise ValueError(f"evaluation names must differ: {names}")
+        return self
+
+    def _check_sampling(self) -> None:
         room = self.engine.max_sequence_length - self.rollout.sampling.max_new_tokens
         if room < 1:
             raise ValueError(
@@ -98,10 +127,6 @@ class RunFile(StrictModel):
                 "rollout.sampling.top_p < 1 or top_k > 0 is refused for training: the trainer's softmax is over the "
                 "whole vocabulary, so log-probabilities would not match the sampler's; use them in [[evaluation]]"
             )
-        names = [item.name for item in self.evaluation]
-        if len(set(names)) != len(names):
-            raise ValueError(f"evaluation names must differ: {names}")
-        return self
 
 
 def load_run_file(path: Path, overrides: Sequence[str] = ()) -> RunFile:
