@@ -42,14 +42,13 @@ class Pool:
     def __init__(self, settings: RewardConfig, board: StatusBoard) -> None:
         self._settings = settings
         self._board = board
-        self._activity = board.activity("pool")
         self._slots = asyncio.Semaphore(settings.workers)
         self._ready: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()
         self._lost: asyncio.Queue[None] = asyncio.Queue()
         self._workers: set[WorkerProcess] = set()
         self._ending: set[WorkerProcess] = set()
         self._graders: list[dict[str, Any]] = []
-        self._admitted = self._queued = self._busy = self._timeouts = self._restarts = 0
+        self._admitted = self._queued = self._starved = self._busy = self._timeouts = self._restarts = 0
         self._seconds_per_task = 0.05
         self._closed = False
 
@@ -139,6 +138,7 @@ class Pool:
             await self._slots.acquire()
         finally:
             self._queued -= 1
+            self._show()
         try:
             worker = await self._take()
             self._busy += 1
@@ -168,8 +168,13 @@ class Pool:
         """A live worker; waits for one to start when all are gone."""
         while True:
             if self._ready.empty():
-                with self._activity.waiting("a grader process to start"):
+                self._starved += 1
+                self._show()
+                try:
                     worker = await self._ready.get()
+                finally:
+                    self._starved -= 1
+                    self._show()
             else:
                 worker = self._ready.get_nowait()
             if worker is None or self._closed:
@@ -219,3 +224,16 @@ class Pool:
             busy=self._busy, queued=self._queued, timeouts=self._timeouts, restarts=self._restarts
         )
         self._board.facts["worker_pids"] = " ".join(map(str, self.pids))
+        self._show_activity()
+
+    def _show_activity(self) -> None:
+        """One line for all tasks: many wait at once, and the wait lasts from the first of them to the last."""
+        workers, cause = self._settings.workers, ""
+        if self._starved:
+            cause = "a grader process to start"
+        elif self._queued and self._slots.locked():
+            cause = f"a free grader process: {self._queued} tasks queue for {workers} (reward.workers)"
+        activity = self._board.activity("pool")
+        since = activity.since if bool(cause) == bool(activity.waiting_for) else time.time()
+        activity.set(f"grading {self._busy} at once" if self._busy else "idle")
+        activity.waiting_for, activity.since = cause, since

@@ -14,6 +14,7 @@ from paceline.api.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from paceline.rpc import errors
 from paceline.telemetry import names, tracing
 from services.reward.catalog import Catalog, GraderRequest, KnownGrader
+from services.reward.faults import Faults
 from services.reward.pool import Pool
 from services.reward.scoring import ItemToScore, score
 
@@ -28,6 +29,7 @@ class RewardServer(pb_grpc.RewardServiceServicer):
         self._catalog = catalog
         self._run_id = run_id
         self._timeout_seconds = timeout_seconds
+        self._faults = Faults()
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         if request.run_id != self._run_id:
@@ -40,6 +42,7 @@ class RewardServer(pb_grpc.RewardServiceServicer):
         check_metadata(graders, items)
         with tracing.span(names.SPAN_REWARD_SCORE, {names.ATTRIBUTE_GROUP_ID: request.group_id}):
             rewards = await score(self._pool, graders, items, limit, deadline)
+        self._faults.add(request.group_id, [item.sample_id for item in items], rewards)
         return pb.ScoreResponse(rewards=rewards)
 
     async def ListGraders(

@@ -201,6 +201,23 @@ async def test_a_cancelled_call_frees_its_slot(pool: Pool) -> None:
     assert (await grade(pool)).value == 1.0
 
 
+def pool_activity() -> tuple[str, str]:
+    (found,) = [part for part in board.snapshot().activities if part.name == "pool"]
+    return found.doing, found.waiting_for
+
+
+async def test_the_status_says_that_tasks_wait_for_a_free_process(pool: Pool) -> None:
+    running = asyncio.create_task(grade(pool, "spin", 600.0))
+    await until(lambda: board.gauges["busy"] == 1)
+    assert pool_activity() == ("grading 1 at once", "")
+    waiting = [asyncio.create_task(grade(pool)) for _ in range(3)]
+    await until(lambda: board.gauges["queued"] == 3)
+    assert pool_activity()[1] == "a free grader process: 3 tasks queue for 1 (reward.workers)"
+    running.cancel()
+    assert [outcome.value for outcome in await asyncio.gather(*waiting)] == [1.0] * 3
+    assert pool_activity() == ("idle", "")
+
+
 async def test_a_worker_killed_while_idle_is_replaced(pool: Pool) -> None:
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
