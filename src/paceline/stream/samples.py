@@ -99,8 +99,12 @@ class SampleStream:
         max_staleness: int | None,
         too_stale: str = "reissue",
         max_attempts: int | None = None,
+        in_data_order: bool = False,
     ) -> Claim | NotReady:
         """Take `count` groups for `step`, all or none, in the order in which they were put.
+
+        With `in_data_order` they are the next ones of the data, and none is taken before all that stand before it are
+        put, dropped or dead: then a step's groups do not depend on how fast which of them was made.
 
         A step that was claimed before gets the same groups and the trainer version of then, whoever held them. Groups
         with trainer_version - oldest_version > max_staleness (None: no bound) are refused first: issued again, or
@@ -119,13 +123,14 @@ class SampleStream:
             )
         reply = await self._scripts.run(
             "claim", consumer, step, count, trainer_version, -1 if max_staleness is None else max_staleness, too_stale,
-            -1 if max_attempts is None else max_attempts,
+            -1 if max_attempts is None else max_attempts, int(in_data_order),
         )  # fmt: skip
         if reply[0] == 0:
             return NotReady(int(reply[1]), count)
         version, refused, replayed = (int(item) for item in reply[1:4])
         names = [item.decode() for item in reply[4:]]
-        groups = await self._read(names[::2], names[1::2])
+        read = self._read_each if in_data_order else self._read
+        groups = await read(names[::2], names[1::2])
         return Claim(step, groups, version, refused, bool(replayed))
 
     async def _read(self, group_ids: list[str], entry_ids: list[str]) -> list[SampleGroup]:
@@ -143,6 +148,13 @@ class SampleStream:
                     f"{group_ids[first + len(expected) - 1]}; restart the trainer to restore the ledger"
                 )
             groups += [self._decode(group_ids[first + at], fields) for at, (_, fields) in enumerate(entries)]
+        return groups
+
+    async def _read_each(self, group_ids: list[str], entry_ids: list[str]) -> list[SampleGroup]:
+        """Read and decode entries that are not neighbours."""
+        groups = []
+        for group_id, entry_id in zip(group_ids, entry_ids, strict=True):
+            groups += await self._read([group_id], [entry_id])
         return groups
 
     async def mark_trained(self, step: int) -> None:

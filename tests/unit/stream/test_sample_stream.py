@@ -242,3 +242,34 @@ async def test_wrong_arguments_are_refused(ledger: Ledger, stream: SampleStream)
         await stream.claim("t", 1, 1, 1, 0, "keep")
     with pytest.raises(errors.InvalidArgument, match="step 0"):
         await stream.claim("t", 0, 1, 1, 0)
+
+
+async def test_in_data_order_a_step_does_not_depend_on_the_order_of_the_puts(
+    ledger: Ledger, stream: SampleStream
+) -> None:
+    issued = {item.group_id: item.attempt for item in await ledger.issue("a", 5, LEASE, None)}
+
+    async def put(group_id: str) -> None:
+        assert await stream.put(make_group("r", group_id, issued[group_id])) == "accepted"
+
+    async def claim(step: int) -> Claim | NotReady:
+        return await stream.claim("t", step, 2, 0, None, in_data_order=True)
+
+    for group_id in ("e0.4", "e0.3", "e0.0"):
+        await put(group_id)
+    assert await claim(1) == NotReady(1, 2), "e0.1 may still come, so e0.3 must wait"
+    await ledger.drop("e0.1", issued["e0.1"], "refused")
+    assert await claim(1) == NotReady(1, 2), "and so may e0.2"
+    await ledger.fail("e0.2", issued["e0.2"], "lost", 0)
+    assert await claim(1) == NotReady(1, 2), "which is to be issued again"
+    issued |= {item.group_id: item.attempt for item in await ledger.issue("b", 1, LEASE, 0)}
+    await put("e0.2")
+    assert ids(await claim(1)) == ["e0.0", "e0.2"]
+    assert ids(await claim(2)) == ["e0.3", "e0.4"]
+    again = await claim(1)
+    assert isinstance(again, Claim) and again.replayed
+    assert ids(again) == ["e0.0", "e0.2"]
+    for step in (1, 2):
+        await stream.mark_trained(step)
+    assert await stream.commit(2) == 2
+    assert (await ledger.account(recount=True)).balanced

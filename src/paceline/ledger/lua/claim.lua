@@ -1,6 +1,7 @@
--- ARGV: identity, consumer, step, count, trainer version, max staleness (-1: none), too_stale, max refusals (-1: none).
+-- ARGV: identity, consumer, step, count, trainer version, max staleness (-1: none), too_stale, max refusals (-1: none),
+-- 1 for the order of the data, 0 for that of the puts.
 -- Returns {1, trainer version, refused, replayed, id, entry, id, entry, ...} or {0, have}. Payloads do not pass through
--- Lua, which would copy them twice: the caller reads the entries, which are neighbours in the stream.
+-- Lua, which would copy them twice: the caller reads the entries, which are neighbours in the order of the puts.
 need_ledger()
 local consumer, step, count, version = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local bound, policy, most = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
@@ -53,16 +54,44 @@ if bound == 0 then
   end
 end
 
-local have = call('ZCARD', BUFFER)
+local ready = call('ZRANGE', BUFFER, 0, -1)
+local last_put = {}
+for at, id in ipairs(ready) do
+  last_put[id] = at
+end
+if ARGV[9] == '1' then
+  -- A group waits for all that stand before it in the data, so that what a step is made of does not depend on speed.
+  local first = math.huge
+  for _, index in ipairs({WAITING, LEASES}) do
+    for _, id in ipairs(call('ZRANGE', index, 0, -1)) do
+      first = math.min(first, tonumber(ordinal(id)))
+    end
+  end
+  local places, free = {}, {}
+  for _, id in ipairs(ready) do
+    places[id] = tonumber(ordinal(id))
+    if places[id] < first then
+      free[#free + 1] = id
+    end
+  end
+  table.sort(free, function(one, other) return places[one] < places[other] end)
+  ready = free
+end
+local have = #ready
 if have < count then
   return {0, have}
 end
 local refused = meta('refused_pending')
 local record, reply = {version = version, refused = refused, groups = {}}, {1, version, refused, 0}
 local groups = {}
-for at, id in ipairs(call('ZRANGE', BUFFER, 0, count - 1)) do
+local newest_entry, newest_put = '', 0
+for at = 1, count do
+  local id = ready[at]
   groups[at] = load(id)
   deliver(id, groups[at].entry)
+  if last_put[id] > newest_put then
+    newest_put, newest_entry = last_put[id], groups[at].entry
+  end
 end
 for at, group in ipairs(groups) do
   record.groups[at] = {group.id, group.entry}
@@ -70,7 +99,7 @@ for at, group in ipairs(groups) do
   group.step = step
   move(group, 'claimed', 'step ' .. ARGV[3] .. ' by ' .. consumer)
 end
-call('XGROUP', 'SETID', SAMPLES, CONSUMERS, groups[count].entry)
+call('XGROUP', 'SETID', SAMPLES, CONSUMERS, newest_entry)
 call('HSET', CLAIMS, integer(step), cjson.encode(record))
 call('HSET', META, 'refused_pending', '0')
 return reply
