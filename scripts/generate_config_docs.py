@@ -44,7 +44,8 @@ Addresses, ports and the Redis of a place are not in the run file: see [operatio
 KIND_OF = {
     "data.source": "source", "evaluation.source": "source", "rollout.episode": "episode", "rollout.filters": "filter",
     "engine.backend": "engine_backend", "router.policy": "policy", "weights.transport": "transport",
-    "trainer.estimator": "estimator", "trainer.loss": "loss", "reward.graders": "grader",
+    "trainer.estimator": "estimator", "trainer.loss": "loss", "trainer.corrections": "correction",
+    "reward.graders": "grader",
 }  # fmt: skip
 """Which kind of plug-in a table of the run file names."""
 HIDDEN = ("train_backend",)

@@ -30,10 +30,7 @@ async def start(context: ServiceContext) -> None:
     """Offer the service at once, and train in the background."""
     config = context.config.trainer
     estimator = make_plugin("estimator", config.estimator, "trainer.estimator")
-    objective = Objective(
-        make_plugin("loss", config.loss, "trainer.loss"), config.kl_coefficient, config.kl_kind,
-        config.correction.clip if config.correction.kind == "tis" else None,
-    )  # fmt: skip
+    objective = Objective.from_config(config)
     table = context.config.weights.transport
     transport = make_plugin("transport", table, "weights.transport", context.config.directory, context.run_id)
     worker = Worker(lambda: torch.set_num_threads(config.threads))

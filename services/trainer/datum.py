@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_ARRAYS = (
+    "weights", "advantages", "sampler_logprobs", "behaviour_logprobs", "reference_logprobs", "values", "returns",
+    "teacher_logprobs",
+)  # fmt: skip
+
 
 class InvalidDatum(ValueError):
     """A datum does not hold together; the text names the datum, the field and the value."""
@@ -14,7 +19,7 @@ class InvalidDatum(ValueError):
 
 @dataclass
 class Datum:
-    """All arrays have shape [num_tokens]; entry t belongs to token t, predicted from the tokens before it."""
+    """Arrays are [num_tokens] where nothing else is said; entry t belongs to token t, predicted from those before."""
 
     token_ids: np.ndarray
     """int32"""
@@ -30,13 +35,25 @@ class Datum:
     """float32; None means the policy itself, as it is at the pass (ratio 1)"""
     name: str = ""
     """For messages."""
+    reference_logprobs: np.ndarray | None = None
+    """float32"""
+    values: np.ndarray | None = None
+    """float32: the critic's, when the sample was scored"""
+    returns: np.ndarray | None = None
+    """float32: what the critic is trained towards"""
+    teacher_logprobs: np.ndarray | None = None
+    """float32"""
+    teacher_topk_ids: np.ndarray | None = None
+    """int32 [num_tokens, k]: the teacher's k likeliest tokens in the place of token t"""
+    teacher_topk_logprobs: np.ndarray | None = None
+    """float32 [num_tokens, k]"""
 
     def check(self, vocabulary: int) -> None:
         """InvalidDatum unless lengths, ids, weights and temperature are usable with a vocabulary of that size."""
         count = len(self.token_ids)
         if count < 1:
             raise InvalidDatum(f"{self.name}: token_ids is empty")
-        for field in ("weights", "advantages", "sampler_logprobs", "behaviour_logprobs"):
+        for field in _ARRAYS:
             values = getattr(self, field)
             if values is None:
                 continue
@@ -46,17 +63,36 @@ class Datum:
                 )
             if not np.isfinite(values).all():
                 raise InvalidDatum(f"{self.name}: {field} holds a value that is not finite")
-        low, high = int(self.token_ids.min()), int(self.token_ids.max())
-        if low < 0 or high >= vocabulary:
-            raise InvalidDatum(
-                f"{self.name}: token id {low if low < 0 else high} is outside the vocabulary of {vocabulary}"
-            )
+        self._check_ids("token id", self.token_ids, vocabulary)
+        self._check_topk(count, vocabulary)
         if self.weights[0] != 0:
             raise InvalidDatum(
                 f"{self.name}: weights[0] is {self.weights[0]}; the first token is predicted from nothing"
             )
         if not (self.temperature > 0 and np.isfinite(self.temperature)):
             raise InvalidDatum(f"{self.name}: temperature {self.temperature} must be positive and finite")
+
+    def _check_ids(self, what: str, ids: np.ndarray, vocabulary: int) -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocabulary:
+            raise InvalidDatum(
+                f"{self.name}: {what} {low if low < 0 else high} is outside the vocabulary of {vocabulary}"
+            )
+
+    def _check_topk(self, count: int, vocabulary: int) -> None:
+        ids, logprobs = self.teacher_topk_ids, self.teacher_topk_logprobs
+        if ids is None and logprobs is None:
+            return
+        if ids is None or logprobs is None or ids.shape != logprobs.shape or ids.ndim != 2 or len(ids) != count:
+            shapes = [None if item is None else list(item.shape) for item in (ids, logprobs)]
+            raise InvalidDatum(
+                f"{self.name}: teacher_topk_ids and teacher_topk_logprobs have the shapes {shapes[0]} and {shapes[1]}; "
+                f"both must be [{count}, k]"
+            )
+        if not np.isfinite(logprobs).all():
+            raise InvalidDatum(f"{self.name}: teacher_topk_logprobs holds a value that is not finite")
+        if ids.size:
+            self._check_ids("teacher's token id", ids, vocabulary)
 
 
 Group = Sequence[Datum]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-KlKind = Literal["k1", "k2", "k3"]
+KlKind = Literal["k1", "k2", "k3", "low_variance", "unbiased"]
 
 
 def kl_estimate(policy_logprobs: Tensor, base_logprobs: Tensor, kind: KlKind) -> Tensor:

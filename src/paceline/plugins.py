@@ -17,6 +17,7 @@ T = TypeVar("T")
 PACKAGES = {
     "estimator": "services.trainer.algorithms",
     "loss": "services.trainer.losses",
+    "correction": "services.trainer.corrections",
     "train_backend": "services.trainer.backends",
     "transport": "paceline.weights.transports",
     "engine_backend": "services.engine.backends",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.plugins import registry
-from services.trainer.corrections import truncated_importance_weights
+from services.trainer.corrections.tis import Tis
 from services.trainer.kl import kl_estimate
 from services.trainer.losses.base import LossSums, TokenBatch
 from services.trainer.losses.cross_entropy import CrossEntropy
@@ -26,7 +26,7 @@ LOSSES: dict[str, Callable[[TokenBatch], LossSums]] = {
     "policy_gradient without ratio": PolicyGradient(PolicyGradient.Options(importance_ratio=False)),
     "cross_entropy": CrossEntropy(CrossEntropy.Options()),
     "ppo with kl": Objective(Ppo(Ppo.Options()), kl_coefficient=0.1, kl_kind="k3"),
-    "ppo with tis": Objective(Ppo(Ppo.Options()), tis_clip=2.0),
+    "ppo with tis": Objective(Ppo(Ppo.Options()), corrections=[Tis(Tis.Options())]),
 }
 
 
@@ -157,7 +157,8 @@ def test_kl_estimates_are_unbiased_or_exact_where_they_should_be() -> None:
 
 def test_truncated_importance_weights_have_no_gradient() -> None:
     behaviour = torch.tensor([0.0, 1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    weights = truncated_importance_weights(behaviour, torch.zeros(3, dtype=torch.float64), 2.0)
+    zero = torch.zeros(3, dtype=torch.float64)
+    weights = Tis(Tis.Options())(TokenBatch(zero, zero + 1, zero, zero, behaviour))
     assert weights.tolist() == pytest.approx([1.0, 2.0, math.exp(-2)])
     assert not weights.requires_grad
 

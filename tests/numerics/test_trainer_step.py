@@ -14,7 +14,6 @@ from paceline.config.trainer import TrainerConfig
 from paceline.samples import COMPLETED, FAILED, TRUNCATED, InvalidSample, Sample, SampleGroup
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.backends.torch import TorchBackend
-from services.trainer.losses.ppo import Ppo
 from services.trainer.objective import Objective
 from services.trainer.step import StepResult, StepTrainer
 
@@ -47,10 +46,7 @@ class Stepper:
     def __init__(self, path: Path, dtype: str = "float32", **fields: object) -> None:
         config = TrainerConfig.model_validate(fields)
         self.backend = TorchBackend(path, config, 0, dtype=dtype)
-        objective = Objective(
-            Ppo(Ppo.Options()), config.kl_coefficient, config.kl_kind,
-            config.correction.clip if config.correction.kind == "tis" else None,
-        )  # fmt: skip
+        objective = Objective.from_config(config)
         self._trainer = StepTrainer(self.backend, Grpo(Grpo.Options()), objective, config, 10)
 
     def train(self, *groups: SampleGroup, step: int = 1) -> StepResult:
@@ -163,7 +159,7 @@ def test_several_updates_a_step(tiny_model: Path, behaviour: str) -> None:
 
 def test_truncated_importance_sampling_changes_the_update(tiny_model: Path) -> None:
     plain = Stepper(tiny_model, behaviour="policy")
-    corrected = Stepper(tiny_model, behaviour="policy", correction={"kind": "tis", "clip": 1.5})
+    corrected = Stepper(tiny_model, behaviour="policy", corrections=[{"name": "tis", "clip": 1.5}])
     groups = [group(number, [0.0, 1.0, 0.5]) for number in range(2)]
     assert plain.train(*groups).values["grad_norm"] != corrected.train(*groups).values["grad_norm"]
 

@@ -58,7 +58,7 @@ def test_every_key_misspelt_is_refused() -> None:
     """Mutation: append an x to every key of the schema; each must be an error that names the key."""
     for key in _all_keys(RunFile):
         table, _, leaf = key.rpartition(".")
-        if table.startswith(("evaluation", "reward.graders", "rollout.filters")) or _in_plugin_table(key):
+        if table.startswith(("evaluation", "reward.graders", "rollout.filters", "trainer.teachers")) or _in_plugin_table(key):
             continue
         bad = f"{key}x" if table else f"{leaf}x"
         with pytest.raises(ConfigError, match="unknown key"):
@@ -88,7 +88,7 @@ def _in_plugin_table(key: str) -> bool:
         ("rollout.sampling.max_new_tokens=512", "leaves no room for a prompt"),
         ("engine.dtype=fp16", "'float32' or 'bfloat16'"),
         ("trainer.keep_checkpoints=1", "trainer.keep_checkpoints"),
-        ("trainer.correction.kind=tis", "contradicts behaviour"),
+        ('trainer.corrections=[{name="tis"}]', "contradicts behaviour"),
     ],
 )
 def test_wrong_values_are_refused_with_the_reason(override: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What can be checked before anything starts: plug-ins, their options, the model folder."""
+"""What can be checked before anything starts: plug-ins, their options, the model folder, the data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from paceline.config.base import PluginTable
 from paceline.config.errors import ConfigError
 from paceline.config.plugin_table import load_plugin, options_model
 from paceline.config.run_file import RunFile, plugin_options
+from paceline.prompts.opening import check_data
 
 _MAY_BE_FUNCTION = ("source", "grader")
 """Kinds whose plug-in may also be a plain function."""
 
 
-def check(config: RunFile) -> None:
-    """ConfigError with one line a fault. Engine backends may need torch; they check theirs when they start."""
+def check(config: RunFile, data: bool = True) -> None:
+    """ConfigError with one line a fault. Engine backends may need torch; they check theirs when they start.
+
+    With `data` every source is opened as the rollout service will open it, which reads the files once.
+    """
     faults: list[str] = []
     for kind, table, where in plugin_tables(config):
         try:
@@ -31,6 +35,8 @@ def check(config: RunFile) -> None:
                 "(`make quickstart` fetches SmolLM2 into models/)"
             )
             break
+    if data and not faults:
+        check_data(config)
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -45,6 +51,7 @@ def plugin_tables(config: RunFile) -> list[tuple[str, PluginTable, str]]:
         ("policy", config.router.policy, "router.policy"),
         ("transport", config.weights.transport, "weights.transport"),
     ]
+    tables += [("correction", item, f"trainer.corrections.{i}") for i, item in enumerate(config.trainer.corrections)]
     tables += [("filter", item, f"rollout.filters.{i}") for i, item in enumerate(config.rollout.filters)]
     tables += [("grader", item, f"reward.graders.{i}") for i, item in enumerate(config.reward.graders)]
     tables += [("source", item.source, f"evaluation.{i}.source") for i, item in enumerate(config.evaluation)]

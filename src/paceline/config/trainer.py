@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from paceline.config.base import PluginTable, StrictModel
 
+_AGAINST_BEHAVIOUR = ("tis", "icepop", "mis", "rejection")
+"""Corrections by the ratio of the behaviour to the sampler, which is 1 when they are the same."""
+
 
 class OptimizerConfig(StrictModel):
     """AdamW and its schedule."""
@@ -34,30 +37,91 @@ class LoraConfig(StrictModel):
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
 
 
-class CorrectionConfig(StrictModel):
-    """Weights for the mismatch between sampler and policy log-probabilities."""
+class DistillationConfig(StrictModel):
+    """On-policy distillation from a teacher; without this table there is none."""
 
-    kind: Literal["none", "tis"] = "none"
-    """"tis": truncated importance sampling, w = min(exp(policy - sampler), clip) on each token."""
-    clip: float = Field(default=2.0, gt=0)
+    mode: Literal["sampled", "topk"] = "sampled"
+    """"sampled": coefficient times (policy - teacher log-probability) of the sampled token is taken off its advantage;
+    "topk": coefficient times the KL over the teacher's k likeliest tokens is a term of the loss."""
+    coefficient: float = Field(default=1.0, gt=0)
+    k: int = Field(default=16, ge=1)
+    """Tokens at each position in mode "topk"."""
+    direction: Literal["reverse", "forward"] = "reverse"
+    """KL(policy || teacher), or KL(teacher || policy), in mode "topk"."""
+    tail: bool = True
+    """All other tokens count as one more; false renormalizes both over the k tokens. Mode "topk"."""
+
+
+class TeacherConfig(StrictModel):
+    """A model to distil from; the key of its table is its name."""
+
+    path: str = Field(min_length=1)
+    """Hugging Face model folder with the policy's vocabulary."""
+
+
+class ParallelConfig(StrictModel):
+    """How the ranks of the trainer share model and data."""
+
+    ranks: int = Field(default=1, ge=1)
+    """Processes on this machine, one a GPU."""
+    replicate: int = Field(default=1, ge=1)
+    """fsdp: copies of the model; each is sharded over ranks / replicate ranks."""
+    shard: int | None = Field(default=None, ge=1)
+    """fsdp: ranks over which a copy is sharded; left out, ranks / replicate."""
+    tensor: int = Field(default=1, ge=1)
+    """megatron: ranks that share each matrix."""
+    pipeline: int = Field(default=1, ge=1)
+    """megatron: ranks that share the layers."""
+    context: int = Field(default=1, ge=1)
+    """megatron: ranks that share each sequence."""
+    expert: int = Field(default=1, ge=1)
+    """megatron: ranks that share the experts of a layer."""
+    sequence_parallel: bool = False
+    """megatron: tensor ranks also share the activations between matrices."""
+    cpu_offload: bool = False
+    """fsdp on GPUs: parameters, gradients and optimizer live in host memory."""
+    activation_checkpointing: bool = False
+    """Keep the inputs of layers only, and compute the rest again in the backward pass."""
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What is made equal over data-parallel ranks."""
+
+
+_PARALLEL_KEYS = {
+    "torch": {"activation_checkpointing"},
+    "fsdp": {"ranks", "replicate", "shard", "cpu_offload", "activation_checkpointing", "balance"},
+    "megatron": {
+        "ranks", "tensor", "pipeline", "context", "expert", "sequence_parallel", "activation_checkpointing", "balance",
+    },
+}  # fmt: skip
 
 
 class TrainerConfig(StrictModel):
     """How the policy is trained."""
 
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "fsdp", "megatron"] = "torch"
+    """"torch": one process. "fsdp": ranks that shard a transformers model. "megatron": megatron-core."""
+    parallel: ParallelConfig = ParallelConfig()
     estimator: PluginTable = PluginTable(name="grpo")
     """Advantage estimator with its options."""
     loss: PluginTable = PluginTable(name="ppo")
     """Policy loss with its options."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
     """How token losses become one number."""
-    correction: CorrectionConfig = CorrectionConfig()
+    aggregation_length: int | None = Field(default=None, ge=1)
+    """Tokens that every sequence is divided by with aggregation "constant"."""
+    corrections: list[PluginTable] = []
+    """Token weights for the mismatch between sampler and policy, multiplied: "tis", "icepop", "mis", "rejection",
+    "opsm", 'module:attribute'."""
     behaviour: Literal["sampler", "policy"] = "sampler"
     """Denominator of the ratio: the sampler's log-probabilities, or the policy's before the step's first update."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL to the reference in the loss; 0 loads no reference."""
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    kl_kind: Literal["k1", "k2", "k3", "low_variance", "unbiased"] = "k3"
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the policy's entropy, which is taken off the loss."""
+    distillation: DistillationConfig | None = None
+    teachers: dict[str, TeacherConfig] = {}
+    """Teachers by key. A record's metadata names its own under "teacher"; "default" is for the others."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates that a step's groups are split into."""
     lora: LoraConfig | None = None
@@ -71,14 +135,51 @@ class TrainerConfig(StrictModel):
     checkpoint_every: int = Field(default=1, ge=1)
     """Steps between checkpoints. Groups are acknowledged by checkpoints, so a crash replays at most this many steps."""
     keep_checkpoints: int = Field(default=2, ge=2)
+    save_optimizer: bool = True
+    """False leaves the optimizer's moments out of checkpoints; progress and learning rate are always in them."""
+    load_optimizer: bool = True
+    """False starts from a checkpoint with new moments, but with its progress and learning rate."""
+    async_checkpoints: bool = False
+    """Write a checkpoint while the next step runs. Its groups are acknowledged only after that."""
     export: bool = True
     """Write a Hugging Face model folder at the end."""
 
     @model_validator(mode="after")
     def _relations(self) -> TrainerConfig:
-        if self.behaviour == "sampler" and self.correction.kind == "tis":
+        gap = [table.name for table in self.corrections if table.name in _AGAINST_BEHAVIOUR]
+        if self.behaviour == "sampler" and gap:
             raise ValueError(
-                "correction.kind = 'tis' contradicts behaviour = 'sampler': the sampler's log-probabilities are "
-                "already the ratio's denominator; set behaviour = 'policy' or correction.kind = 'none'"
+                f"corrections = {gap[0]!r} contradicts behaviour = 'sampler': the sampler's log-probabilities are "
+                "already the ratio's denominator; set behaviour = 'policy' or leave the correction out"
             )
+        if (self.aggregation == "constant") != (self.aggregation_length is not None):
+            raise ValueError(
+                f'aggregation = {self.aggregation!r} with aggregation_length = {self.aggregation_length}: "constant" '
+                "divides by that length, and no other aggregation does; set both or neither"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layout(self) -> TrainerConfig:
+        parallel = self.parallel
+        for name in sorted(parallel.model_fields_set - _PARALLEL_KEYS[self.backend]):
+            value = getattr(parallel, name)
+            if value != ParallelConfig.model_fields[name].default:
+                raise ValueError(f"parallel.{name} = {value} has no effect with backend = {self.backend!r}")
+        ranks = parallel.ranks
+        if self.backend == "fsdp":
+            shard = parallel.shard or max(1, ranks // parallel.replicate)
+            if parallel.replicate * shard != ranks:
+                raise ValueError(f"parallel: replicate {parallel.replicate} x shard {shard} is not ranks {ranks}")
+        if self.backend == "megatron":
+            model = parallel.tensor * parallel.pipeline
+            for name in ("context", "expert"):
+                size = model * getattr(parallel, name)
+                if ranks % size:
+                    raise ValueError(
+                        f"parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x {name} "
+                        f"{getattr(parallel, name)} = {size} does not divide ranks {ranks}"
+                    )
+        if parallel.cpu_offload and self.device == "cpu":
+            raise ValueError("parallel.cpu_offload = true has no effect on device = 'cpu'")
         return self

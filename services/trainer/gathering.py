@@ -1,0 +1,93 @@
+"""From datums and index arrays to a TokenBatch: one way for all backends, which differ only in how logits are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.trainer.datum import Datum, Group, InvalidDatum
+from services.trainer.token_batch import TokenBatch
+
+_OPTIONAL = ("values", "returns", "teacher_logprobs", "teacher_topk_logprobs")
+
+
+def groups_of(groups: Sequence[Group]) -> np.ndarray:
+    """int64 [number of datums]: which group each datum belongs to, for datums numbered through all groups."""
+    return np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+
+
+def gather_tokens(
+    data: Sequence[Datum], datum_index: np.ndarray, token_index: np.ndarray, group_of_datum: np.ndarray,
+    policy_logprobs: Tensor, *, reference_logprobs: Tensor | None = None, entropy: Tensor | None = None,
+    policy_topk_logprobs: Tensor | None = None,
+) -> TokenBatch:  # fmt: skip
+    """The batch of the tokens `token_index` [N] of the datums `datum_index` [N], on the device of policy_logprobs [N].
+
+    Tokens of a datum that has no behaviour_logprobs take the policy's own, detached. Reference log-probabilities are
+    those given, else those of the datums. InvalidDatum when some of the datums have an optional field and others not.
+    """
+    chosen, sequence = np.unique(datum_index, return_inverse=True)
+    members = [data[index] for index in chosen]
+    starts = np.cumsum([0] + [len(item.token_ids) for item in members])
+    places = starts[sequence] + token_index
+
+    def gather(name: str) -> Tensor:
+        return _on(np.concatenate([getattr(item, name) for item in members])[places], policy_logprobs)
+
+    optional = {name: gather(name) for name in _OPTIONAL if has_field(members, name)}
+    if reference_logprobs is None and has_field(members, "reference_logprobs"):
+        reference_logprobs = gather("reference_logprobs")
+    return TokenBatch(
+        policy_logprobs=policy_logprobs, weights=gather("weights"), advantages=gather("advantages"),
+        sampler_logprobs=gather("sampler_logprobs"), behaviour_logprobs=_behaviour(members, places, policy_logprobs),
+        reference_logprobs=reference_logprobs, entropy=entropy, policy_topk_logprobs=policy_topk_logprobs,
+        sequence_index=_index(sequence, policy_logprobs), num_sequences=max(1, len(chosen)),
+        group_of_sequence=_index(group_of_datum[chosen] if len(chosen) else np.zeros(1), policy_logprobs), **optional,
+    )  # fmt: skip
+
+
+def gather_topk_ids(data: Sequence[Datum], datum_index: np.ndarray, token_index: np.ndarray, device: object) -> Tensor:
+    """int64 [N, k]: ids of the teacher's likeliest tokens at the given tokens. InvalidDatum when a datum has none."""
+    chosen, sequence = np.unique(datum_index, return_inverse=True)
+    members = [data[index] for index in chosen]
+    if not has_field(members, "teacher_topk_ids"):
+        raise InvalidDatum("the objective needs teacher_topk_ids, which the datums have not")
+    starts = np.cumsum([0] + [len(item.token_ids) for item in members])
+    flat = np.concatenate([item.teacher_topk_ids for item in members if item.teacher_topk_ids is not None])
+    return torch.from_numpy(flat[starts[sequence] + token_index].astype(np.int64)).to(device)  # type: ignore[arg-type]
+
+
+def has_field(data: Sequence[Datum], name: str) -> bool:
+    """Whether the datums have the optional field. InvalidDatum when some have it and others not."""
+    without = [item for item in data if getattr(item, name) is None]
+    if not without:
+        return bool(data)
+    if len(without) < len(data):
+        raise InvalidDatum(f"{without[0].name or 'a datum'} has no {name}, but others of its micro-batch have")
+    return False
+
+
+def _behaviour(members: Sequence[Datum], places: np.ndarray, policy_logprobs: Tensor) -> Tensor:
+    own = policy_logprobs.detach()
+    known = [item.behaviour_logprobs for item in members]
+    if all(item is None for item in known):
+        return own
+    flat = np.concatenate([
+        np.full(len(member.token_ids), np.nan, np.float32) if item is None else item
+        for member, item in zip(members, known, strict=True)
+    ])  # fmt: skip
+    missing = np.concatenate(
+        [np.full(len(member.token_ids), item is None) for member, item in zip(members, known, strict=True)]
+    )
+    return torch.where(torch.from_numpy(missing[places]).to(own.device), own, _on(flat[places], own))
+
+
+def _on(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(like.device, like.dtype)
+
+
+def _index(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(like.device)
