@@ -12,29 +12,33 @@ from paceline.rpc import errors
 from services.rollout.evaluation import Evaluator
 from services.rollout.evaluation_store import EvaluationStore
 from services.rollout.hold import Hold
+from services.rollout.pause_store import PauseStore
 from services.rollout.production import Production
 
 
 class RolloutServer(pb_grpc.RolloutServiceServicer):
     """Pauses, resumes and evaluates."""
 
-    def __init__(self, production: Production, evaluator: Evaluator, store: EvaluationStore, hold: Hold) -> None:
+    def __init__(
+        self, production: Production, evaluator: Evaluator, store: EvaluationStore, hold: Hold, pauses: PauseStore
+    ) -> None:
         self._production = production
         self._evaluator = evaluator
         self._store = store
         self._hold = hold
+        self._pauses = pauses
         self._running: dict[str, asyncio.Task[pb.EvaluateResponse]] = {}
 
     async def PauseProduction(
         self, request: pb.PauseProductionRequest, context: grpc.aio.ServicerContext
     ) -> pb.PauseProductionResponse:
-        self._hold.pause(request.reason)
+        await self._pauses.pause(request.reason, request.request_id)
         return pb.PauseProductionResponse(num_in_flight=self._production.num_in_flight)
 
     async def ResumeProduction(
         self, request: pb.ResumeProductionRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeProductionResponse:
-        self._hold.resume()
+        await self._pauses.resume(request.request_id)
         return pb.ResumeProductionResponse()
 
     async def Evaluate(self, request: pb.EvaluateRequest, context: grpc.aio.ServicerContext) -> pb.EvaluateResponse:

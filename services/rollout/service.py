@@ -14,15 +14,16 @@ from paceline.api.reward.v1 import reward_service_pb2_grpc as reward_grpc
 from paceline.api.router.v1 import router_service_pb2_grpc as router_grpc
 from paceline.api.weights.v1.weights_pb2 import WeightVersion
 from paceline.bell import Bell
-from paceline.config import ConfigError, RunFile, make_plugin
+from paceline.config import RunFile, make_plugin
 from paceline.ledger import Ledger
+from paceline.prompts.opening import check_template, open_evaluation, open_training
 from paceline.rpc.patience import until_available
 from paceline.rpc.status import StatusBoard
 from paceline.stream import SampleStream
 from paceline.tokenizer import Tokenizer
 from services.rollout.attempt import Attempts
 from services.rollout.board import GroupBoard
-from services.rollout.datasets import Dataset, check_enough, open_source
+from services.rollout.datasets import Dataset
 from services.rollout.episodes.base import Episode, EpisodeContext
 from services.rollout.evaluation import Evaluation, Evaluator
 from services.rollout.evaluation_store import EvaluationStore
@@ -30,6 +31,7 @@ from services.rollout.filters.base import Filter
 from services.rollout.generation import GenerationClient
 from services.rollout.grading import GradingClient
 from services.rollout.hold import Hold
+from services.rollout.pause_store import PauseStore
 from services.rollout.producer import Producer
 from services.rollout.production import Production
 from services.rollout.server import RolloutServer
@@ -62,18 +64,12 @@ class Data:
     def load(cls, config: RunFile) -> Data:
         """Read tokenizer and sources. ConfigError for whatever is missing or too little, before the run starts."""
         tokenizer = Tokenizer.load(config.model.path)
-        if config.data.chat_template and not tokenizer.has_chat_template:
-            raise ConfigError(
-                f"data.chat_template = true, but the model in {config.model.path} has no chat template; "
-                "set it to false, or use a model with one"
-            )
-        source = open_source(config.data.source, "data.source", config.data.max_malformed)
+        check_template(config, tokenizer)
+        source = open_training(config)
         if source.malformed:
             log.warning("%d malformed records were skipped (data.max_malformed)", source.malformed)
-        check_enough(len(source), config.data.epochs, config.run.steps, config.rollout.groups_per_step)
         evaluations = [
-            Evaluation(item, open_source(item.source, f"evaluation.{number}.source", config.data.max_malformed))
-            for number, item in enumerate(config.evaluation)
+            Evaluation(item, open_evaluation(config, number)) for number, item in enumerate(config.evaluation)
         ]
         return cls(tokenizer, Dataset(source, config.data, config.run.seed), evaluations)
 
@@ -108,13 +104,15 @@ class RolloutService:
             config, owner, self._ledger, stream, attempts, board, status, self.versions, self._bell, hold,
             before_issue=self.evaluator.run_due, starved=self._end_run,
         )  # fmt: skip
-        self.servicer = RolloutServer(self.production, self.evaluator, store, hold)
+        self._pauses = PauseStore(others.redis, run_id, owner, hold)
+        self.servicer = RolloutServer(self.production, self.evaluator, store, hold, self._pauses)
 
     async def run(self, versions: AsyncIterator[WeightVersion]) -> None:
         """Produce for ever, following the weight versions of a watch."""
         activity = self._status.activity("production")
         size, epochs = len(self._data.dataset), self._data.dataset.epochs
         await until_available(lambda: self._ledger.initialise(size, epochs), "Redis", activity.waiting)
+        await until_available(self._pauses.restore, "Redis", activity.waiting)
         self._status.facts["data"] = f"{size} prompts x {epochs} epochs"
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.versions.follow(versions), name="versions")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -11,9 +12,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rollout_world import open_world, run_file, until
 
+from paceline.api.rollout.v1 import rollout_service_pb2 as pb
 from paceline.ids import GroupId, sample_seed
 from paceline.samples import FAILED
 from paceline.telemetry import names, tracing
+
+CALL: Any = None
+"""No call of gRPC's: the servicer is asked directly."""
 
 
 async def test_synchronous_steps_hold_the_next_groups_of_one_version(
@@ -243,13 +248,37 @@ async def test_pause_holds_new_prompts_until_resume(tmp_path: Path, redis_client
     async with open_world(run_file(tmp_path), redis_client) as world, world.rollout() as service:
         await world.claim(1)
         await world.stream.mark_trained(1)
-        service.servicer._hold.pause("maintenance")
+        await service.servicer.PauseProduction(pb.PauseProductionRequest(reason="maintenance"), CALL)
         await world.publish(1)
         activity = service.status.activity("production")  # type: ignore[attr-defined]
         await until(lambda: activity.waiting_for == "ResumeProduction: paused (maintenance)", "paused")
         assert len(world.router.requests) == 4
-        service.servicer._hold.resume()
+        await service.servicer.ResumeProduction(pb.ResumeProductionRequest(), CALL)
         await world.claim(2)
+
+
+async def test_a_pause_outlives_the_process_and_late_repeats_change_nothing(
+    tmp_path: Path, redis_client: redis.asyncio.Redis
+) -> None:
+    pause = pb.PauseProductionRequest(reason="maintenance", request_id="pause-1")
+    async with open_world(run_file(tmp_path), redis_client) as world:
+        async with world.rollout() as service:
+            await world.claim(1)
+            await world.stream.mark_trained(1)
+            await service.servicer.PauseProduction(pause, CALL)
+        await world.publish(1)
+        async with world.rollout() as service:
+            activity = service.status.activity("production")  # type: ignore[attr-defined]
+            await until(lambda: activity.waiting_for == "ResumeProduction: paused (maintenance)", "paused still")
+            assert len(world.router.requests) == 4
+            await service.servicer.ResumeProduction(pb.ResumeProductionRequest(request_id="resume-1"), CALL)
+            # The client's answer was lost, and it asks again after others have resumed.
+            await service.servicer.PauseProduction(pause, CALL)
+            await world.claim(2)
+        await world.stream.mark_trained(2)
+        await world.publish(2)
+        async with world.rollout():
+            await world.claim(3)
 
 
 async def test_a_version_that_engines_left_is_not_the_prompts_fault(

@@ -27,8 +27,9 @@ class PauseProductionRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """Shown in the status as what production waits for."""
     request_id: _builtins.str
-    """Idempotency key. Pausing what is paused changes nothing."""
+    """Idempotency key, known for a day. Without one, the last call counts."""
     def __init__(
         self,
         *,
@@ -72,7 +73,7 @@ class ResumeProductionRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Idempotency key. Resuming what runs changes nothing."""
+    """Idempotency key, known for a day. Without one, the last call counts."""
     def __init__(
         self,
         *,

@@ -59,14 +59,15 @@ class RolloutServiceServicer:
     """
 
     def PauseProduction(self, request, context):
-        """PauseProduction stops issuing new prompts. What is in flight goes on. Idempotent.
+        """PauseProduction stops issuing new prompts until ResumeProduction, also over a restart of the process. What is in
+        flight goes on. A repeat with the same request_id changes nothing, also after a later call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeProduction(self, request, context):
-        """ResumeProduction issues prompts again. Idempotent.
+        """ResumeProduction issues prompts again. Repeats are treated as those of PauseProduction.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

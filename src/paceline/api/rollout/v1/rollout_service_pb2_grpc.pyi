@@ -36,9 +36,11 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     PauseProduction: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseProductionRequest, _rollout_service_pb2.PauseProductionResponse]
-    """PauseProduction stops issuing new prompts. What is in flight goes on. Idempotent."""
+    """PauseProduction stops issuing new prompts until ResumeProduction, also over a restart of the process. What is in
+    flight goes on. A repeat with the same request_id changes nothing, also after a later call.
+    """
     ResumeProduction: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeProductionRequest, _rollout_service_pb2.ResumeProductionResponse]
-    """ResumeProduction issues prompts again. Idempotent."""
+    """ResumeProduction issues prompts again. Repeats are treated as those of PauseProduction."""
     Evaluate: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.EvaluateRequest, _rollout_service_pb2.EvaluateResponse]
     """Evaluate runs a named evaluation now, pinned to one weight version, and records the result. While it runs, new
     training prompts wait. NOT_FOUND lists the evaluations of the run. A repeat with the same request_id returns the first result.
@@ -52,9 +54,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PauseProduction: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseProductionRequest, _rollout_service_pb2.PauseProductionResponse]  # type: ignore[assignment]
-    """PauseProduction stops issuing new prompts. What is in flight goes on. Idempotent."""
+    """PauseProduction stops issuing new prompts until ResumeProduction, also over a restart of the process. What is in
+    flight goes on. A repeat with the same request_id changes nothing, also after a later call.
+    """
     ResumeProduction: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeProductionRequest, _rollout_service_pb2.ResumeProductionResponse]  # type: ignore[assignment]
-    """ResumeProduction issues prompts again. Idempotent."""
+    """ResumeProduction issues prompts again. Repeats are treated as those of PauseProduction."""
     Evaluate: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.EvaluateRequest, _rollout_service_pb2.EvaluateResponse]  # type: ignore[assignment]
     """Evaluate runs a named evaluation now, pinned to one weight version, and records the result. While it runs, new
     training prompts wait. NOT_FOUND lists the evaluations of the run. A repeat with the same request_id returns the first result.
@@ -71,7 +75,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.PauseProductionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.PauseProductionResponse, _abc.Awaitable[_rollout_service_pb2.PauseProductionResponse]]:
-        """PauseProduction stops issuing new prompts. What is in flight goes on. Idempotent."""
+        """PauseProduction stops issuing new prompts until ResumeProduction, also over a restart of the process. What is in
+        flight goes on. A repeat with the same request_id changes nothing, also after a later call.
+        """
 
     @_abc_1.abstractmethod
     def ResumeProduction(
@@ -79,7 +85,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ResumeProductionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ResumeProductionResponse, _abc.Awaitable[_rollout_service_pb2.ResumeProductionResponse]]:
-        """ResumeProduction issues prompts again. Idempotent."""
+        """ResumeProduction issues prompts again. Repeats are treated as those of PauseProduction."""
 
     @_abc_1.abstractmethod
     def Evaluate(
