@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -49,18 +49,31 @@ class MissingDeadline(RuntimeError):
     """A call was made without timeout=; every RPC must have one."""
 
 
-class _RequireDeadline(grpc.aio.UnaryUnaryClientInterceptor, grpc.aio.UnaryStreamClientInterceptor):
-    async def _check(self, details: grpc.aio.ClientCallDetails) -> None:
-        if details.timeout is None:
-            raise MissingDeadline(f"call of {details.method!r} has no timeout; pass timeout=<seconds>")
+def _check_deadline(details: grpc.aio.ClientCallDetails) -> None:
+    if details.timeout is None:
+        raise MissingDeadline(f"call of {details.method!r} has no timeout; pass timeout=<seconds>")
 
+
+# Two classes: gRPC takes an interceptor for the first kind of call that it can serve, and for no other.
+class _Unary(grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Callable, details: Any, request: Any) -> Any:  # type: ignore[override]
-        await self._check(details)
+        _check_deadline(details)
         return await continuation(details, request)
 
+
+class _Stream(grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Callable, details: Any, request: Any) -> Any:  # type: ignore[override]
-        await self._check(details)
-        return await continuation(details, request)
+        _check_deadline(details)
+        return _responses(await continuation(details, request))
+
+
+async def _responses(call: Any) -> AsyncIterator[Any]:
+    """The responses of a call that ends with its reader; gRPC forwards a cancellation in most waits, but not in all."""
+    try:
+        async for response in call:
+            yield response
+    finally:
+        call.cancel()
 
 
 def open_channel(address: str, retries: bool = True) -> grpc.aio.Channel:
@@ -68,6 +81,6 @@ def open_channel(address: str, retries: bool = True) -> grpc.aio.Channel:
 
     `retries=False` reports UNAVAILABLE at once, for a caller that has another server to ask.
     """
-    interceptors = [_RequireDeadline(), *tracing.client_interceptors()]
+    interceptors = [_Unary(), _Stream(), *tracing.client_interceptors()]
     options = _OPTIONS if retries else [*_OPTIONS, ("grpc.enable_retries", 0)]
     return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)

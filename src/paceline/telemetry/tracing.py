@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, Sa
 from opentelemetry.util.types import AttributeValue
 
 from paceline.telemetry import names
+from paceline.telemetry.calls import CallTracing
 
 _TRACER = trace.get_tracer("paceline")
 _QUIET_METHODS = (
@@ -141,9 +142,7 @@ def client_interceptors() -> Sequence[Any]:
     """gRPC client interceptors that pass the trace on; none when tracing is off."""
     if not _state["enabled"]:
         return ()
-    from opentelemetry.instrumentation.grpc import aio_client_interceptors
-
-    return aio_client_interceptors(filter_=_wanted)
+    return CallTracing(_wanted).interceptors()
 
 
 def server_interceptors() -> Sequence[Any]:
