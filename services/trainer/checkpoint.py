@@ -18,7 +18,7 @@ from services.trainer.disk import Disk
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _STEP_NAME = re.compile(r"step-(\d{6,})")
 
@@ -52,8 +52,8 @@ def step_name(step: int) -> str:
 class CheckpointStore:
     """The checkpoints of a run under one directory; `latest` is a relative link to the newest.
 
-    Write order: parts into a hidden directory, manifest, sync, rename, link, then removal of the oldest. Whatever is
-    interrupted leaves every earlier checkpoint as it was.
+    Write order: parts into a hidden directory (the ranks' by the ranks), sync, manifest, rename, link, then removal of
+    the oldest. Whatever is interrupted leaves every earlier checkpoint as it was.
     """
 
     def __init__(self, root: Path, keep: int, disk: Disk | None = None) -> None:
@@ -61,30 +61,38 @@ class CheckpointStore:
         self._keep = keep
         self._disk = disk or Disk()
 
-    def write_step(
+    def stage(self, name: str) -> Path:
+        """A new hidden directory that the ranks fill; `publish` makes it the checkpoint of that name."""
+        stage = self.root / f".stage-{name}"
+        shutil.rmtree(stage, ignore_errors=True)
+        self._disk.make_directory(stage)
+        return stage
+
+    def abandon(self, name: str) -> None:
+        """Remove what was staged under a name."""
+        shutil.rmtree(self.root / f".stage-{name}", ignore_errors=True)
+
+    def publish_step(
         self, step: int, weight_version: int, parts: Mapping[str, bytes], meta: Mapping[str, Any]
     ) -> Checkpoint:
-        """Write the checkpoint of a step, and remove all but the newest `keep`."""
+        """Make the staged directory the checkpoint of a step, and remove all but the newest `keep`."""
         name = step_name(step)
-        checkpoint = self.write(name, step, weight_version, parts, meta)
+        checkpoint = self.publish(name, step, weight_version, parts, meta)
         self._disk.link(name, self.root / "latest")
         for old in self._step_directories()[self._keep :]:
             self._disk.remove(old)
         return checkpoint
 
-    def write(
+    def publish(
         self, name: str, step: int, weight_version: int, parts: Mapping[str, bytes], meta: Mapping[str, Any]
     ) -> Checkpoint:
-        """Write a checkpoint under a name. One that has the name already is replaced."""
+        """Add `parts` to what was staged under a name and publish it. One that has the name already is replaced."""
         stage = self.root / f".stage-{name}"
-        shutil.rmtree(stage, ignore_errors=True)
-        self._disk.make_directory(stage)
-        listed = []
         for part, data in parts.items():
             self._disk.write(stage / part, data)
-            listed.append({"name": part, "num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         manifest = {
-            "format": FORMAT, "step": step, "weight_version": weight_version, "parts": listed, "meta": dict(meta),
+            "format": FORMAT, "step": step, "weight_version": weight_version, "parts": self._seal(stage, parts),
+            "meta": dict(meta),
         }  # fmt: skip
         text = json.dumps(manifest, indent=1, sort_keys=True).encode()
         self._disk.write(stage / MANIFEST, text)
@@ -94,6 +102,21 @@ class CheckpointStore:
             self._disk.remove(target)
         self._disk.rename(stage, target)
         return Checkpoint(target, step, weight_version, hashlib.sha256(text).hexdigest(), dict(meta))
+
+    def _seal(self, stage: Path, synced: Mapping[str, bytes]) -> list[dict[str, Any]]:
+        """Make everything in the stage durable, and list it with its digests."""
+        listed = []
+        for path in sorted(stage.rglob("*")):
+            if path.is_dir():
+                self._disk.sync_directory(path)
+                continue
+            name = path.relative_to(stage).as_posix()
+            if name not in synced:
+                self._disk.sync_file(path)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            listed.append({"name": name, "num_bytes": path.stat().st_size, "sha256": digest})
+        return listed
 
     def newest(self) -> Checkpoint | None:
         """The newest whole step checkpoint; torn ones are named in the log and skipped. None when there is none."""
@@ -128,7 +151,7 @@ def _read_manifest(directory: Path) -> tuple[dict[str, Any], str]:
         text = path.read_bytes()
         manifest = json.loads(text)
         if manifest["format"] != FORMAT:
-            raise errors.DataLoss(f"{path}: format {manifest['format']!r} is not {FORMAT}")
+            raise errors.DataLoss(f"{path}: this is format {manifest['format']!r}, and {FORMAT} is what is read")
         _ = manifest["step"], manifest["weight_version"], manifest["parts"], manifest["meta"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise errors.DataLoss(f"{path} is torn: {type(error).__name__}: {error}") from error

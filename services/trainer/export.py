@@ -39,7 +39,7 @@ def export(config_path: Path, out: Path, step: int) -> Checkpoint:
     backend = registry("train_backend").load(config.trainer.backend)(
         Path(config.model.path), config.trainer, config.run.seed
     )
-    backend.load_state(checkpoint.file)
+    backend.load_state(checkpoint.directory, optimizer=False)
     export_run(backend, out, checkpoint.step, checkpoint.weight_version)
     return checkpoint
 

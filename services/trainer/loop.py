@@ -24,12 +24,13 @@ from paceline.samples import InvalidSample, SampleGroup
 from paceline.stream import Claim, NotReady, SampleStream
 from paceline.telemetry import names, tracing
 from services.trainer.backends.base import TrainBackend
-from services.trainer.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.checkpoint import Checkpoint, CheckpointStore, step_name
 from services.trainer.control import Control
 from services.trainer.exporting import export_run
 from services.trainer.metrics import MetricsFile
 from services.trainer.publication import Publisher, Snapshot
 from services.trainer.recovery import LEDGER_PART, Recovery, StartingPoint
+from services.trainer.room import until_room
 from services.trainer.spans import record_phases, set_values
 from services.trainer.step import StepResult, StepTrainer
 from services.trainer.worker import Worker
@@ -97,7 +98,10 @@ class TrainingLoop:
         if parts.config.trainer.export:
             self._activity.set("exporting the model")
             target = parts.config.directory / "export"
-            await parts.worker.run(export_run, parts.backend, target, self._step, self._version)
+            await until_room(
+                lambda: parts.worker.run(export_run, parts.backend, target, self._step, self._version),
+                "the exported model", self._activity.waiting,
+            )  # fmt: skip
         await self._await_evaluations()
         await parts.control.finish(f"trained {self._step} steps")
         self._activity.set("done")
@@ -118,8 +122,9 @@ class TrainingLoop:
         await parts.control.ensure_run(parts.config.digest(), self._steps)
         await parts.control.acquire()
         recovery = Recovery(
-            parts.worker, parts.backend, parts.checkpoints, parts.control, parts.ledger, parts.stream, self._activity
-        )
+            parts.worker, parts.backend, parts.checkpoints, parts.control, parts.ledger, parts.stream, self._activity,
+            parts.config.trainer.load_optimizer,
+        )  # fmt: skip
         start = await recovery.recover(parts.config.digest())
         self._step, self._replay, self._saved = start.step, start.replay, start.step if start.checkpoint else -1
         await self._resume_records(start)
@@ -131,7 +136,10 @@ class TrainingLoop:
     async def _resume_records(self, start: StartingPoint) -> None:
         """metrics.jsonl and the coordinator hold the records up to the checkpoint, and no later one."""
         record = start.checkpoint.meta.get("record") if start.checkpoint else None
-        record = await asyncio.to_thread(self._parts.metrics.rewind, start.step, record)
+        record = await until_room(
+            lambda: asyncio.to_thread(self._parts.metrics.rewind, start.step, record), "metrics.jsonl",
+            self._activity.waiting,
+        )  # fmt: skip
         if record is not None:
             await self._parts.control.record_step(_wire_record(record))
 
@@ -245,7 +253,9 @@ class TrainingLoop:
     async def _store_record(self, record: dict[str, Any]) -> None:
         self._parts.status.gauges.update({"step": record["step"], "reward_mean": record.get(names.REWARD_MEAN, 0.0)})
         await self._parts.control.record_step(_wire_record(record))
-        await asyncio.to_thread(self._parts.metrics.append, record)
+        await until_room(
+            lambda: asyncio.to_thread(self._parts.metrics.append, record), "metrics.jsonl", self._activity.waiting
+        )
 
     async def _write_checkpoint(self, step: int) -> Checkpoint:
         """Make a checkpoint durable. It counts once the coordinator knows it."""
@@ -253,12 +263,24 @@ class TrainingLoop:
         self._activity.set(f"writing the checkpoint of step {step}")
         with tracing.span(names.SPAN_TRAINER_CHECKPOINT, {names.ATTRIBUTE_STEP: step}):
             snapshot = await until_available(parts.ledger.snapshot, "Redis", self._activity.waiting)
-            files = await parts.worker.run(parts.backend.state)
-            files[LEDGER_PART] = json.dumps(snapshot, sort_keys=True).encode()
-            meta = {"config_digest": parts.config.digest(), "run": parts.config.run.name, "record": self._record}
-            checkpoint = await asyncio.to_thread(parts.checkpoints.write_step, step, self._version, files, meta)
+            files = {LEDGER_PART: json.dumps(snapshot, sort_keys=True).encode()}
+            checkpoint = await until_room(
+                lambda: self._save(step, files), f"the checkpoint of step {step}", self._activity.waiting
+            )
         self._saved = step
         return checkpoint
+
+    async def _save(self, step: int, files: dict[str, bytes]) -> Checkpoint:
+        """One try at a checkpoint. A partial one would take the room that others need, so it is removed."""
+        parts = self._parts
+        meta = {"config_digest": parts.config.digest(), "run": parts.config.run.name, "record": self._record}
+        try:
+            stage = await asyncio.to_thread(parts.checkpoints.stage, step_name(step))
+            await parts.worker.run(parts.backend.save_state, stage, parts.config.trainer.save_optimizer)
+            return await asyncio.to_thread(parts.checkpoints.publish_step, step, self._version, files, meta)
+        except OSError:
+            await asyncio.to_thread(parts.checkpoints.abandon, step_name(step))
+            raise
 
     async def _commit(self, checkpoint: Checkpoint) -> None:
         """Only now are the groups of the steps in it settled."""

@@ -36,7 +36,7 @@ class Recovery:
 
     def __init__(
         self, worker: Worker, backend: TrainBackend, checkpoints: CheckpointStore, control: Control, ledger: Ledger,
-        stream: SampleStream, activity: Activity,
+        stream: SampleStream, activity: Activity, load_optimizer: bool = True,
     ) -> None:  # fmt: skip
         self._worker = worker
         self._backend = backend
@@ -45,6 +45,7 @@ class Recovery:
         self._ledger = ledger
         self._stream = stream
         self._activity = activity
+        self._load_optimizer = load_optimizer
 
     async def recover(self, config_digest: str) -> StartingPoint:
         """Load the newest whole checkpoint, if any; restore a lost ledger; learn what is to be replayed."""
@@ -65,7 +66,7 @@ class Recovery:
         if checkpoint.meta.get("config_digest") != config_digest:
             log.warning("%s was written under another configuration", checkpoint.directory)
         self._activity.set(f"loading {checkpoint.directory.name}")
-        await self._worker.run(self._backend.load_state, checkpoint.file)
+        await self._worker.run(self._backend.load_state, checkpoint.directory, self._load_optimizer)
         log.info("loaded %s", checkpoint.directory)
         snapshot = checkpoint.json(LEDGER_PART)
         if await until_available(lambda: self._ledger.restore(snapshot), "Redis", self._activity.waiting):

@@ -86,8 +86,9 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
             raise errors.InvalidArgument(f"name {request.name!r} is kept for the training loop; choose another")
 
         async def body() -> pb.SaveCheckpointResponse:
-            files = await self._worker.run(backend.state)
-            saved = await asyncio.to_thread(self._checkpoints.write, request.name, backend.updates, 0, files, {})
+            stage = await asyncio.to_thread(self._checkpoints.stage, request.name)
+            await self._worker.run(backend.save_state, stage)
+            saved = await asyncio.to_thread(self._checkpoints.publish, request.name, backend.updates, 0, {}, {})
             return pb.SaveCheckpointResponse(uri=str(saved.directory), digest=saved.digest)
 
         return await self._once(request.request_id, body)
@@ -97,7 +98,7 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
 
         async def body() -> pb.LoadCheckpointResponse:
             checkpoint = await asyncio.to_thread(self._checkpoints.open, request.name)
-            await self._worker.run(backend.load_state, checkpoint.file)
+            await self._worker.run(backend.load_state, checkpoint.directory)
             return pb.LoadCheckpointResponse(step=checkpoint.step)
 
         return await self._once(request.request_id, body)

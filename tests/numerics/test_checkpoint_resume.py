@@ -14,9 +14,9 @@ from paceline.rpc import errors
 from services.trainer.backends.torch import TorchBackend
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
 from services.trainer.losses.ppo import Ppo
-from services.trainer.model.masters import OPTIMIZER, PARAMETERS
 from services.trainer.objective import Objective
 
+PARAMETERS_FILE, OPTIMIZER_FILE = "parameters/rank-00000.safetensors", "optimizer/rank-00000.safetensors"
 PPO = Objective(Ppo(Ppo.Options()))
 VARIANTS = {
     "full float32": {},
@@ -48,11 +48,20 @@ def weights(backend: TorchBackend) -> dict[str, torch.Tensor]:
     return {**{name: item.detach().clone() for name, item in backend.masters.tensors.items()}, **used}
 
 
-def saved(backend: TorchBackend, root: Path) -> Checkpoint:
-    CheckpointStore(root, 2).write_step(3, 4, backend.state(), {})
+def saved(backend: TorchBackend, root: Path, **options: bool) -> Checkpoint:
+    backend.save_state(CheckpointStore(root, 2).stage("step-000003"), **options)
+    backend.finish_save()
+    CheckpointStore(root, 2).publish_step(3, 4, {}, {})
     found = CheckpointStore(root, 2).newest()
     assert found is not None
     return found
+
+
+def files(backend: TorchBackend, directory: Path) -> dict[str, bytes]:
+    """The whole state as its files."""
+    directory.mkdir()
+    backend.save_state(directory)
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -67,12 +76,11 @@ def test_resumed_equals_uninterrupted(tiny_model: Path, tmp_path: Path, variant:
     wanted = train(first, range(3, 6))
     torch.manual_seed(12345)
     second = make(tiny_model, variant)
-    second.load_state(checkpoint.file)
+    second.load_state(checkpoint.directory)
     assert train(second, range(3, 6)) == wanted
     assert equal(weights(second), weights(first))
     assert second.updates == first.updates == 6
-    assert second.state().keys() == first.state().keys()
-    assert all(second.state()[name] == data for name, data in first.state().items())
+    assert files(second, tmp_path / "second") == files(first, tmp_path / "first")
 
 
 @pytest.mark.parametrize("variant", ["full bfloat16", "lora bfloat16 with dropout"])
@@ -84,16 +92,16 @@ def test_a_checkpoint_without_all_of_it_is_another_run(
     train(first, range(3))
     checkpoint = saved(first, tmp_path)
     if left_out == "moments":
-        checkpoint.file(OPTIMIZER).write_bytes(safetensors.torch.save({}))
+        checkpoint.file(OPTIMIZER_FILE).write_bytes(safetensors.torch.save({}))
     else:
         rounded = {
             name: item.bfloat16().float()
-            for name, item in safetensors.torch.load_file(checkpoint.file(PARAMETERS)).items()
+            for name, item in safetensors.torch.load_file(checkpoint.file(PARAMETERS_FILE)).items()
         }
-        checkpoint.file(PARAMETERS).write_bytes(safetensors.torch.save(rounded))
+        checkpoint.file(PARAMETERS_FILE).write_bytes(safetensors.torch.save(rounded))
     train(first, range(3, 6))
     second = make(tiny_model, variant)
-    second.load_state(checkpoint.file)
+    second.load_state(checkpoint.directory)
     train(second, range(3, 6))
     assert not equal(weights(second), weights(first))
 
@@ -101,12 +109,12 @@ def test_a_checkpoint_without_all_of_it_is_another_run(
 def test_a_checkpoint_of_another_kind_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = saved(make(tiny_model, "full float32"), tmp_path)
     with pytest.raises(errors.FailedPrecondition, match=r"trainer\.lora"):
-        make(tiny_model, "lora float32").load_state(checkpoint.file)
+        make(tiny_model, "lora float32").load_state(checkpoint.directory)
 
 
 def test_loading_forgets_a_pending_gradient(tiny_model: Path, tmp_path: Path) -> None:
     subject = make(tiny_model, "full float32")
     checkpoint = saved(subject, tmp_path)
     subject.forward_backward(make_groups([[3, 5]], [6]), PPO)
-    subject.load_state(checkpoint.file)
+    subject.load_state(checkpoint.directory)
     assert not subject.optim_step(1.0, 0.1).stepped

@@ -1,39 +1,28 @@
-"""What a train backend is: four primitives on one policy slot. Training loop and gRPC service are its clients."""
+"""What a train backend is: four primitives on one policy slot. Training loop and gRPC service are its clients.
+
+Several ranks are one backend: each constructs it with the same arguments and gets the same calls with the same
+arguments, all groups included, works on its share, and returns the same result. Collectives may hide in every call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from services.trainer.backends.results import PassResult as PassResult
+from services.trainer.backends.results import StepOutcome as StepOutcome
 from services.trainer.datum import Group
 from services.trainer.losses.base import LossSums, TokenBatch
 
+if TYPE_CHECKING:
+    from paceline.config.trainer import TrainerConfig
+    from services.trainer.objective import Objective
+    from services.trainer.ranks.world import World
+
 LossFunction = Callable[[TokenBatch], LossSums]
-
-
-@dataclass
-class PassResult:
-    """Outcome of one forward_backward over all its micro-batches."""
-
-    loss_sum: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)  # sums of the loss's metrics, and entropy_sum in nat
-    policy_logprobs: list[list[np.ndarray]] = field(default_factory=list)
-    """float32 [num_tokens] for each datum of each group, 0 where none was asked for."""
-    num_tokens: int = 0  # that had a weight
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Outcome of one optim_step."""
-
-    stepped: bool
-    """False when there was no pending gradient, or it was not finite."""
-    grad_norm: float
-    """Global L2 norm before clipping; not finite when the step was refused for that."""
 
 
 class TrainBackend(Protocol):
@@ -41,6 +30,8 @@ class TrainBackend(Protocol):
 
     kind: str  # "full" or "adapter"
     vocabulary: int
+
+    def __init__(self, path: Path, config: TrainerConfig, seed: int, world: World | None = None) -> None: ...
 
     @property
     def updates(self) -> int: ...
@@ -50,25 +41,32 @@ class TrainBackend(Protocol):
         ...
 
     def forward_backward(
-        self, groups: Sequence[Group], loss: LossFunction, reference: bool = False, every_token: bool = False
+        self, groups: Sequence[Group], objective: Objective, reference: bool = False, every_token: bool = False
     ) -> PassResult:
         """Add the gradient of the summed loss to the pending one. `reference`: the loss gets reference_logprobs."""
         ...
 
     def optim_step(self, denominator: float, learning_rate: float) -> StepOutcome:
-        """Divide the pending gradient by the denominator, clip, update, clear."""
+        """Divide the pending gradient, a sum over all ranks, by the denominator, clip, update, clear."""
         ...
 
-    def state(self) -> dict[str, bytes]:
-        """Everything that resumes training bit for bit, as files by name (safetensors and JSON)."""
+    def save_state(self, directory: Path, optimizer: bool = True, background: bool = False) -> None:
+        """Write what resumes training bit for bit, each rank files of its own; or copy it now, and write later."""
         ...
 
-    def load_state(self, files: Callable[[str], Path]) -> None:
-        """Take over what `state` wrote; DataLoss names what does not fit. Clears the pending gradient."""
+    def finish_save(self) -> None:
+        """Return when the files of the last save_state are written; raise what went wrong."""
+        ...
+
+    def load_state(self, directory: Path, optimizer: bool = True) -> None:
+        """Take over what `save_state` wrote, on any number of ranks; FailedPrecondition names what does not fit.
+
+        Without `optimizer` moments start anew, progress does not. Clears the pending gradient.
+        """
         ...
 
     def weights(self) -> dict[str, Any]:
-        """Tensors to publish by name: the adapter in float32, or all parameters in the compute dtype."""
+        """Whole tensors by name, on rank 0 (empty elsewhere): the adapter in float32, or all in the compute dtype."""
         ...
 
     def adapter_config(self) -> dict[str, Any] | None:
@@ -76,5 +74,5 @@ class TrainBackend(Protocol):
         ...
 
     def export(self, directory: Path) -> None:
-        """Write a merged Hugging Face model with its tokenizer into an empty directory."""
+        """Write a merged Hugging Face model with its tokenizer into an empty directory, from rank 0."""
         ...

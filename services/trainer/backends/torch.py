@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -18,13 +17,15 @@ from paceline.plugins import registry
 from services.trainer.backends.base import LossFunction, PassResult, StepOutcome
 from services.trainer.batching import plan_micro_batches
 from services.trainer.datum import Datum, Group
-from services.trainer.losses.base import TokenBatch
+from services.trainer.gathering import gather_tokens, groups_of
+from services.trainer.loss_metrics import merge
 from services.trainer.model.export import export_model
 from services.trainer.model.masters import Masters
 from services.trainer.model.policy import Policy
+from services.trainer.model.state import BackgroundSave, restore_rng, rng_state
 from services.trainer.packing import PackedBatch, Row, pack, rows_of
+from services.trainer.ranks.world import World
 
-RNG = "rng.safetensors"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -33,8 +34,10 @@ class TorchBackend:
     """See TrainBackend. `share_prefix` and `dtype` are for tests: they override what the configuration says."""
 
     def __init__(
-        self, path: Path, config: TrainerConfig, seed: int, *, share_prefix: bool = True, dtype: str | None = None
-    ) -> None:
+        self, path: Path, config: TrainerConfig, seed: int, world: World | None = None, *, share_prefix: bool = True,
+        dtype: str | None = None,
+    ) -> None:  # fmt: skip
+        del world  # one process
         torch.set_num_threads(config.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         self._dtype = _DTYPES[dtype or config.dtype]
@@ -48,6 +51,7 @@ class TorchBackend:
             self._reference = Policy(path, self._dtype, None, seed, config.device, frozen=True)
         self.masters = Masters(self.policy.trainable, self._dtype, config.optimizer)
         self._dropout = config.lora is not None and config.lora.dropout > 0
+        self._saving = BackgroundSave()
         torch.manual_seed(seed)
 
     def forward(self, groups: Sequence[Group], reference: bool = False) -> list[list[np.ndarray]]:
@@ -61,23 +65,26 @@ class TorchBackend:
         return result
 
     def forward_backward(
-        self, groups: Sequence[Group], loss: LossFunction, reference: bool = False, every_token: bool = False
+        self, groups: Sequence[Group], objective: LossFunction, reference: bool = False, every_token: bool = False
     ) -> PassResult:
         """See TrainBackend.forward_backward."""
         data = self._checked(groups)
         result = PassResult(policy_logprobs=_zeros(groups), num_tokens=sum(int((d.weights != 0).sum()) for d in data))
         flat = [item for group in result.policy_logprobs for item in group]
+        group_of_datum = groups_of(groups)
         self.policy.set_dropout(self._dropout)
         for batch in self._batches(groups, data, every_token):
             logprobs, entropy = self.policy.score(batch)
-            tokens = self._tokens(batch, data, logprobs, self._reference_logprobs(batch) if reference else None)
-            sums = loss(tokens)
+            tokens = gather_tokens(
+                data, batch.datum_index, batch.token_index, group_of_datum, logprobs, entropy=entropy,
+                reference_logprobs=self._reference_logprobs(batch) if reference else None,
+            )  # fmt: skip
+            sums = objective(tokens)
             if tokens.mask.any():
                 sums.total.backward()
             result.loss_sum += sums.total.item()
             sums.metrics["entropy_sum"] = entropy.masked_fill(~tokens.mask, 0.0).sum()
-            for name, value in sums.metrics.items():
-                result.metrics[name] = result.metrics.get(name, 0.0) + float(value)
+            merge(result.metrics, {name: float(value) for name, value in sums.metrics.items()})
             _scatter(batch, logprobs.detach(), flat)
         self.policy.set_dropout(False)
         return result
@@ -93,14 +100,20 @@ class TorchBackend:
         """Optimizer updates so far."""
         return self.masters.updates
 
-    def state(self) -> dict[str, bytes]:
-        """See TrainBackend.state."""
-        return {**self.masters.state(), RNG: safetensors.torch.save({"torch": torch.get_rng_state()})}
+    def save_state(self, directory: Path, optimizer: bool = True, background: bool = False) -> None:
+        """See TrainBackend.save_state."""
+        copy = self.masters.state()
+        copy.rng = rng_state(self.policy.device)
+        self._saving.save(copy, directory, optimizer, background)
 
-    def load_state(self, files: Callable[[str], Path]) -> None:
+    def finish_save(self) -> None:
+        """See TrainBackend.finish_save."""
+        self._saving.finish()
+
+    def load_state(self, directory: Path, optimizer: bool = True) -> None:
         """See TrainBackend.load_state."""
-        self.masters.load_state(files)
-        torch.set_rng_state(safetensors.torch.load_file(files(RNG))["torch"].clone())
+        self.masters.load_state(directory, optimizer)
+        restore_rng(directory, 0, self.policy.device)
 
     def weights(self) -> dict[str, Tensor]:
         """See TrainBackend.weights."""
@@ -139,18 +152,6 @@ class TorchBackend:
         plan = plan_micro_batches(shapes, self._budget)
         return [pack([row for index in members for row in rows[index]], data, every_token) for members in plan]
 
-    def _tokens(self, batch: PackedBatch, data: list[Datum], logprobs: Tensor, reference: Tensor | None) -> TokenBatch:
-        def gather(name: str) -> Tensor:
-            return _gather(batch, data, name).to(logprobs.device, logprobs.dtype)
-
-        behaviour = logprobs.detach()
-        if all(datum.behaviour_logprobs is not None for datum in data):
-            behaviour = gather("behaviour_logprobs")
-        return TokenBatch(
-            policy_logprobs=logprobs, weights=gather("weights"), advantages=gather("advantages"),
-            sampler_logprobs=gather("sampler_logprobs"), behaviour_logprobs=behaviour, reference_logprobs=reference,
-        )  # fmt: skip
-
     def _plain_score(self, policy: Policy, batch: PackedBatch) -> Tensor:
         with torch.no_grad():
             return policy.score(batch)[0]
@@ -169,12 +170,6 @@ def _plain(value: Any) -> Any:
 
 def _zeros(groups: Sequence[Group]) -> list[list[np.ndarray]]:
     return [[np.zeros(len(datum.token_ids), np.float32) for datum in group] for group in groups]
-
-
-def _gather(batch: PackedBatch, data: list[Datum], name: str) -> Tensor:
-    starts = np.cumsum([0] + [len(datum.token_ids) for datum in data])
-    flat = np.concatenate([getattr(datum, name) for datum in data])
-    return torch.from_numpy(flat[starts[batch.datum_index] + batch.token_index])
 
 
 def _scatter(batch: PackedBatch, values: Tensor, out: list[np.ndarray]) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.config.trainer import OptimizerConfig
 from paceline.rpc import errors
-from services.trainer.backends.base import StepOutcome
+from services.trainer.backends.results import StepOutcome
+from services.trainer.model.shards import Piece, PieceReader
+from services.trainer.model.state import PARAMETERS, StateCopy, open_optimizer, read_progress
 
-PARAMETERS, OPTIMIZER, OPTIMIZER_META = "parameters.safetensors", "optimizer.safetensors", "optimizer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -24,11 +24,17 @@ class Masters:
 
     When the model computes in a shorter type, each parameter becomes a copy of its master in that type, and its
     gradient is added to the master's as soon as it is complete. Otherwise masters and parameters are the same tensors.
+    `pieces` says which rows of each tensor these are when ranks share it; `add_up` then sums squares over the sharers.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], compute: torch.dtype, config: OptimizerConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], compute: torch.dtype, config: OptimizerConfig,
+        pieces: Mapping[str, Piece] | None = None, add_up: Callable[[float], float] = lambda square: square,
+    ) -> None:  # fmt: skip
         self._config = config
-        self._copies: dict[str, nn.Parameter] = {}
+        self.pieces = dict(pieces or {})
+        self._add_up = add_up
+        self._copies: dict[str, Tensor] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             parameter.requires_grad_(True)
@@ -62,8 +68,9 @@ class Masters:
             if item.grad is None:
                 item.grad = torch.zeros_like(item)
         gradients = [item.grad for item in self.tensors.values() if item.grad is not None]
-        norm = torch.stack([item.norm() for item in gradients]).double().norm().item() / denominator
-        if not torch.isfinite(torch.tensor(norm)):
+        square = torch.stack([item.norm() for item in gradients]).double().square().sum().item()
+        norm = math.sqrt(self._add_up(square)) / denominator
+        if not math.isfinite(norm):
             self.clear()
             return StepOutcome(False, norm)
         scale = min(1.0, self._config.max_grad_norm / (norm + 1e-6)) / denominator
@@ -88,47 +95,50 @@ class Masters:
         for name, copy in self._copies.items():
             copy.copy_(self.tensors[name])
 
-    def state(self) -> dict[str, bytes]:
-        """Files that hold masters, moments and the number of updates, exactly."""
+    def state(self) -> StateCopy:
+        """This rank's masters, moments and the number of updates, exactly. Views, not copies."""
         moments: dict[str, Tensor] = {}
+        pieces = dict(self.pieces)
         for name, item in self.tensors.items():
             for key, value in self._optimizer.state.get(item, {}).items():
-                moments[f"{key}.{name}"] = value.detach().contiguous()
-        masters = {name: item.detach().contiguous() for name, item in self.tensors.items()}
-        meta = {"updates": self.updates, "algorithm": "adamw"}
-        return {
-            PARAMETERS: safetensors.torch.save(masters),
-            OPTIMIZER: safetensors.torch.save(moments),
-            OPTIMIZER_META: json.dumps(meta, sort_keys=True).encode(),
-        }
+                moments[f"{key}.{name}"] = value.detach()
+                if name in self.pieces and value.ndim:
+                    pieces[f"{key}.{name}"] = self.pieces[name]
+        masters = {name: item.detach() for name, item in self.tensors.items()}
+        return StateCopy(masters, moments, pieces, {"updates": self.updates, "algorithm": "adamw"})
 
     @torch.no_grad()
-    def load_state(self, files: Callable[[str], Path]) -> None:
-        """Take over what `state` wrote. FailedPrecondition when the tensors are not those of this policy."""
-        parameters = safetensors.torch.load_file(files(PARAMETERS))
-        self._check(parameters, files(PARAMETERS))
-        moments = safetensors.torch.load_file(files(OPTIMIZER))
+    def load_state(self, directory: Path, optimizer: bool = True) -> None:
+        """Take over what StateCopy wrote. FailedPrecondition when the tensors are not those of this policy."""
+        parameters = PieceReader(directory / PARAMETERS)
+        self._check(parameters)
+        moments = open_optimizer(directory, optimizer)
+        progress = read_progress(directory)
         for name, item in self.tensors.items():
-            item.copy_(parameters[name])
+            item.copy_(parameters.read(name, self.pieces.get(name), len(item)))
             self._optimizer.state.pop(item, None)
-            if f"step.{name}" in moments:
-                # Copies, not views of the file: alignment of memory must not depend on where a state came from.
-                self._optimizer.state[item] = {key: moments[f"{key}.{name}"].clone() for key in _MOMENTS}
-        self.updates = int(json.loads(files(OPTIMIZER_META).read_bytes())["updates"])
+            if moments is not None and f"step.{name}" in moments:
+                self._optimizer.state[item] = {
+                    key: moments.read(f"{key}.{name}", self.pieces.get(name), len(item)).to(item.device)
+                    for key in _MOMENTS
+                }
+        self.updates = int(progress["updates"])
         self.clear()
         self.copy_down()
 
-    def _check(self, parameters: dict[str, Tensor], path: Path) -> None:
-        missing = sorted(set(self.tensors) ^ set(parameters))
+    def _check(self, parameters: PieceReader) -> None:
+        path = parameters.folder
+        missing = sorted(set(self.tensors) ^ set(parameters.shapes))
         if missing:
             raise errors.FailedPrecondition(
                 f"{path} does not hold this policy: {len(missing)} tensors differ, the first is {missing[0]!r}; were "
                 "trainer.lora or model.path changed since it was written?"
             )
         for name, item in self.tensors.items():
-            if item.shape != parameters[name].shape:
+            shape = self.pieces[name].shape if name in self.pieces else tuple(item.shape)
+            if parameters.shapes[name] != shape:
                 raise errors.FailedPrecondition(
-                    f"{path}: {name} has shape {list(parameters[name].shape)}, the policy has {list(item.shape)}"
+                    f"{path}: {name} has shape {list(parameters.shapes[name])}, the policy has {list(shape)}"
                 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.rpc import errors
-from services.trainer.checkpoint import CheckpointStore
+from services.trainer.checkpoint import CheckpointStore, step_name
 from services.trainer.disk import Disk
 from services.trainer.metrics import MetricsFile
 
@@ -40,6 +40,11 @@ class DyingDisk(Disk):
             raise Killed
         super().write(path, data)
 
+    def sync_file(self, path: Path) -> None:
+        if self._count():
+            raise Killed
+        super().sync_file(path)
+
     def rename(self, source: Path, target: Path) -> None:
         if self._count():
             raise Killed
@@ -61,12 +66,21 @@ class DyingDisk(Disk):
         super().sync_directory(path)
 
 
+RANK = "parameters/rank-00001.safetensors"
+
+
 def parts(step: int) -> dict[str, bytes]:
-    return {"parameters.safetensors": bytes([step]) * 4000, "optimizer.safetensors": b"m" * step, "ledger.json": b"{}"}
+    return {RANK: bytes([step]) * 4000, "optimizer.safetensors": b"m" * step, "ledger.json": b"{}"}
 
 
 def write(root: Path, step: int, disk: Disk | None = None) -> None:
-    CheckpointStore(root, 2, disk).write_step(step, step + 1, parts(step), {"record": {"step": step}})
+    """As a step does it: the ranks fill the stage, the store adds the ledger."""
+    store = CheckpointStore(root, 2, disk)
+    stage = store.stage(step_name(step))
+    (disk or Disk()).make_directory(stage / "parameters")
+    for name in (RANK, "optimizer.safetensors"):
+        (disk or Disk()).write(stage / name, parts(step)[name])
+    store.publish_step(step, step + 1, {"ledger.json": b"{}"}, {"record": {"step": step}})
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -93,7 +107,7 @@ def test_kill_at_every_write_leaves_one_that_loads(tmp_path: Path) -> None:
         store = CheckpointStore(root, 2)
         found = store.newest()
         assert found is not None and found.step in (2, 3), changes
-        assert found.file("parameters.safetensors").read_bytes() == parts(found.step)["parameters.safetensors"]
+        assert found.file(RANK).read_bytes() == parts(found.step)[RANK]
         assert store.open(os.readlink(root / "latest")).step in (2, 3)
         write(root, 3)
         again = store.newest()
@@ -104,7 +118,7 @@ def test_kill_at_every_write_leaves_one_that_loads(tmp_path: Path) -> None:
     assert reached_end and changes > 8
 
 
-@pytest.mark.parametrize("part", ["parameters.safetensors", "manifest.json", "ledger.json"])
+@pytest.mark.parametrize("part", [RANK, "manifest.json", "ledger.json"])
 @pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
 def test_a_torn_one_is_named_and_skipped(tmp_path: Path, part: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 1)
