@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from paceline.api.common.v1.generation_pb2 import VersionGate
 from paceline.config import RunFile
+from paceline.config.kinds import is_generated
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,18 @@ class Bounds:
     """None: unbounded."""
     max_in_flight: int
     buffer_groups: int
+    in_data_order: bool = False
+    """The trainer takes groups in the order of the data, so each that is issued needs a place that it can be put in."""
 
     @classmethod
     def of(cls, config: RunFile) -> Bounds:
         """The bounds that a run file sets."""
         rollout = config.rollout
-        staleness = None if rollout.max_staleness == "unbounded" else rollout.max_staleness
-        return cls(rollout.groups_per_step, config.run.steps, staleness, rollout.max_in_flight, rollout.buffer_groups)
+        given = not is_generated(config)
+        staleness = None if given or rollout.max_staleness == "unbounded" else rollout.max_staleness
+        return cls(
+            rollout.groups_per_step, config.run.steps, staleness, rollout.max_in_flight, rollout.buffer_groups, given
+        )
 
     @property
     def need(self) -> int:
@@ -87,14 +93,15 @@ def decide(bounds: Bounds, step: int, in_flight: int, standing: Standing) -> Dec
         last_step = -(-standing.counted // bounds.groups_per_step)
         behind = last_step - (bounds.max_staleness or 0) - 1
         return Decision(0, ceiling, f"weights of step {behind} from the trainer, which replays step {step}")
+    places = _places(bounds, standing)
     if wanted > 0 and room <= 0:
         return Decision(0, ceiling, f"one of {in_flight} groups in flight (rollout.max_in_flight)")
-    if wanted > 0 and standing.buffered >= bounds.buffer_groups:
+    if wanted > 0 and places <= 0:
         return Decision(
             0, ceiling, f"room in the stream: {standing.buffered} groups wait for the trainer (rollout.buffer_groups)"
         )
     if wanted > 0:
-        return Decision(min(room, wanted), ceiling)
+        return Decision(min(room, wanted, places) if bounds.in_data_order else min(room, wanted), ceiling)
     if standing.counted >= bounds.need:
         return Decision(0, ceiling, "nothing: every group of the run was issued", finished=True)
     if standing.exhausted and standing.counted < ceiling:
@@ -104,3 +111,12 @@ def decide(bounds: Bounds, step: int, in_flight: int, standing: Standing) -> Dec
         )
         return Decision(0, ceiling, cause, starved=not open_groups and standing.buffered < bounds.groups_per_step)
     return Decision(0, ceiling, f"weights of step {step + 1} from the trainer")
+
+
+def _places(bounds: Bounds, standing: Standing) -> int:
+    """Groups that may be issued with regard to the stream."""
+    if not bounds.in_data_order:
+        return bounds.buffer_groups - standing.buffered
+    # What is issued again stands before what is buffered, and the trainer waits for it: it must not wait for a place.
+    taken = standing.buffered + standing.generating + standing.waiting
+    return standing.waiting + max(0, bounds.buffer_groups - taken)

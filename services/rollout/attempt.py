@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from paceline.config import RunFile
+from paceline.config.kinds import is_generated
 from paceline.ids import sample_seed
 from paceline.ledger import Issue
 from paceline.rpc import errors
@@ -20,6 +21,7 @@ from services.rollout.episodes.base import GroupTask, Refused
 from services.rollout.filters.base import Filter
 from services.rollout.first_look import FirstLook
 from services.rollout.generation import Deadline
+from services.rollout.given import GivenProducer
 from services.rollout.producer import Producer
 
 log = logging.getLogger(__name__)
@@ -54,15 +56,16 @@ class Attempts:
     """Makes groups."""
 
     def __init__(
-        self, config: RunFile, dataset: Dataset, producer: Producer, filters: list[Filter], board: GroupBoard
-    ) -> None:
+        self, config: RunFile, dataset: Dataset, producer: Producer | GivenProducer, filters: list[Filter],
+        board: GroupBoard,
+    ) -> None:  # fmt: skip
         self._config = config
         self._dataset = dataset
         self._producer = producer
         self._filters = filters
         self._bounds = Bounds.of(config)
         self._board = board
-        self._first_look = FirstLook(config.rollout.groups_per_step)
+        self._first_look = FirstLook(config.rollout.groups_per_step, graded=is_generated(config))
 
     async def make(self, issue: Issue, weight_version: int) -> Outcome:
         """Generate, grade and filter one group while `weight_version` is the newest. Never raises for a bad prompt."""

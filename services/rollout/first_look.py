@@ -12,10 +12,11 @@ _SHOWN = 400
 
 
 class FirstLook:
-    """Shows the first group in the log, and warns when not one sample of the first step was right."""
+    """Shows the first group in the log, and warns when not one sample of the first step was right (if `graded`)."""
 
-    def __init__(self, groups_per_step: int) -> None:
+    def __init__(self, groups_per_step: int, graded: bool = True) -> None:
         self._left = groups_per_step
+        self._graded = graded
         self._best = 0.0
         self._first: SampleGroup | None = None
 
@@ -28,7 +29,7 @@ class FirstLook:
             log.info("first group: %s", _described(group))
         self._left -= 1
         self._best = max([self._best, *(sample.reward_value or 0.0 for sample in group.samples)])
-        if self._left == 0 and self._best <= 0:
+        if self._graded and self._left == 0 and self._best <= 0:
             log.warning(
                 "no sample of the first step has a reward above 0, so there is nothing to learn from yet; "
                 "is the prompt what the model expects, and the label what the grader expects? %s",

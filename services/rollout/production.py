@@ -23,6 +23,7 @@ from paceline.telemetry import names, tracing
 from services.rollout.admission import Bounds, Decision, Standing, decide
 from services.rollout.attempt import Attempts, Dropped, Failed, Kept, Outcome
 from services.rollout.board import GroupBoard
+from services.rollout.given import NoVersions
 from services.rollout.hold import Hold
 from services.rollout.versions import NewestVersion
 
@@ -49,7 +50,7 @@ class Production:
 
     def __init__(
         self, config: RunFile, owner: str, ledger: Ledger, stream: SampleStream, attempts: Attempts, board: GroupBoard,
-        status: StatusBoard, versions: NewestVersion, bell: Bell, hold: Hold,
+        status: StatusBoard, versions: NewestVersion | NoVersions, bell: Bell, hold: Hold,
         before_issue: Callable[[WeightVersion], Awaitable[None]], starved: Callable[[str], Awaitable[None]],
     ) -> None:  # fmt: skip
         self._lease = config.rollout.lease_seconds

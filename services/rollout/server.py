@@ -20,7 +20,12 @@ class RolloutServer(pb_grpc.RolloutServiceServicer):
     """Pauses, resumes and evaluates."""
 
     def __init__(
-        self, production: Production, evaluator: Evaluator, store: EvaluationStore, hold: Hold, pauses: PauseStore
+        self,
+        production: Production,
+        evaluator: Evaluator | None,
+        store: EvaluationStore,
+        hold: Hold,
+        pauses: PauseStore,
     ) -> None:
         self._production = production
         self._evaluator = evaluator
@@ -60,6 +65,11 @@ class RolloutServer(pb_grpc.RolloutServiceServicer):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _evaluate(self, request: pb.EvaluateRequest) -> pb.EvaluateResponse:
+        if self._evaluator is None:
+            raise errors.FailedPrecondition(
+                "this run starts no engine, so nothing can be evaluated on it; `paceline eval` evaluates its "
+                "checkpoints on engines of their own"
+            )
         answer = await self._store.answer(request.request_id)
         if answer is not None:
             return answer

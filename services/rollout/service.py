@@ -29,6 +29,7 @@ from services.rollout.evaluation import Evaluation, Evaluator
 from services.rollout.evaluation_store import EvaluationStore
 from services.rollout.filters.base import Filter
 from services.rollout.generation import GenerationClient
+from services.rollout.given import UNBOUNDED, GivenProducer, NoEngines, NoVersions
 from services.rollout.grading import GradingClient
 from services.rollout.hold import Hold
 from services.rollout.pause_store import PauseStore
@@ -42,14 +43,14 @@ log = logging.getLogger(__name__)
 FINISH_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collaborators:
-    """What the service talks to."""
+    """What the service talks to. A run whose samples are given has neither router nor reward."""
 
     redis: Any
-    router: router_grpc.RouterServiceAsyncStub
-    reward: reward_grpc.RewardServiceAsyncStub
     coordinator: coordinator_grpc.CoordinatorServiceAsyncStub
+    router: router_grpc.RouterServiceAsyncStub | None = None
+    reward: reward_grpc.RewardServiceAsyncStub | None = None
 
 
 @dataclass(frozen=True)
@@ -86,23 +87,33 @@ class RolloutService:
         self._bell = Bell()
         hold = Hold(self._bell)
         self._ledger = Ledger(others.redis, run_id)
-        stream = SampleStream(others.redis, run_id, config.rollout.buffer_groups)
-        generation = GenerationClient(others.router, run_id)
+        router, reward = others.router, others.reward
+        # Given groups have a place in the stream before they are issued (admission), and are never refused one.
+        stream = SampleStream(others.redis, run_id, config.rollout.buffer_groups if router else UNBOUNDED)
+        generation = GenerationClient(router, run_id) if router else NoEngines(config)
         context = EpisodeContext(config, data.tokenizer, generation)
         episode: Episode = make_plugin("episode", config.rollout.episode, "rollout.episode", context)
         filters: list[Filter] = [
             make_plugin("filter", table, f"rollout.filters.{number}")
             for number, table in enumerate(config.rollout.filters)
         ]
-        producer = Producer(episode, generation, GradingClient(others.reward, run_id, config.reward.graders))
         board = GroupBoard(status.activity("groups"))
-        self.versions = NewestVersion(self._bell, status)
         store = EvaluationStore(others.redis, run_id)
-        self.evaluator = Evaluator(config, data.evaluations, producer, store, others.coordinator, status, self.versions)
+        self.evaluator: Evaluator | None = None
+        if reward is None:
+            self.versions = NoVersions()
+            producer = GivenProducer(episode)
+        else:
+            self.versions = NewestVersion(self._bell, status)
+            producer = Producer(episode, generation, GradingClient(reward, run_id, config.reward.graders))
+            self.evaluator = Evaluator(
+                config, data.evaluations, producer, store, others.coordinator, status, self.versions
+            )
+        self._producer = producer
         attempts = Attempts(config, data.dataset, producer, filters, board)
         self.production = Production(
             config, owner, self._ledger, stream, attempts, board, status, self.versions, self._bell, hold,
-            before_issue=self.evaluator.run_due, starved=self._end_run,
+            before_issue=self.evaluator.run_due if self.evaluator else _nothing_due, starved=self._end_run,
         )  # fmt: skip
         self._pauses = PauseStore(others.redis, run_id, owner, hold)
         self.servicer = RolloutServer(self.production, self.evaluator, store, hold, self._pauses)
@@ -115,8 +126,14 @@ class RolloutService:
         await until_available(self._pauses.restore, "Redis", activity.waiting)
         self._status.facts["data"] = f"{size} prompts x {epochs} epochs"
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.versions.follow(versions), name="versions")
+            if isinstance(self.versions, NewestVersion):
+                tasks.create_task(self.versions.follow(versions), name="versions")
             tasks.create_task(self.production.run(), name="production")
+
+    async def check(self) -> None:
+        """ConfigError when the first given example shows that the run file does not fit the data."""
+        if isinstance(self._producer, GivenProducer):
+            await self._producer.check_first(self._data.dataset)
 
     async def close(self) -> None:
         """Orderly end."""
@@ -143,3 +160,7 @@ class RolloutService:
             lambda: self._coordinator.FinishRun(request, timeout=FINISH_SECONDS),
             "the coordinator", activity.waiting,
         )  # fmt: skip
+
+
+async def _nothing_due(version: WeightVersion) -> None:
+    """Without engines nothing is evaluated while the run trains."""
