@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,16 @@ class Denominators:
     """Divides the sum over all micro-batches; 0 when no token counts."""
 
 
-def denominators(num_tokens: Sequence[int], aggregation: Aggregation) -> Denominators:
+def denominators(num_tokens: Sequence[int], aggregation: Aggregation, length: int | None = None) -> Denominators:
     """Weights and denominator for sequences (trajectories) with `num_tokens` trained tokens each.
 
     token_mean: sum over all tokens / number of tokens (DAPO, arXiv:2503.14476, section 3.3).
     seq_mean_token_mean: mean over sequences of the mean over tokens (GRPO, arXiv:2402.03300, eq. 3).
     seq_mean_token_sum: mean over sequences of the sum over tokens.
-    Sequences without a token count in no denominator. All three are over the whole update, so a gradient does not
-    depend on how the update is cut into micro-batches.
+    constant: sum over all tokens / (number of sequences * length), for a `length` that is the same in every update
+    (Dr. GRPO, arXiv:2503.20783, section 3.2). ValueError when it is missing.
+    Sequences without a token count in no denominator. All are over the whole update, so a gradient does not depend on
+    how the update is cut into micro-batches.
     """
     counts = np.asarray(num_tokens, dtype=np.float64)
     sequences = float((counts > 0).sum())
@@ -36,4 +38,8 @@ def denominators(num_tokens: Sequence[int], aggregation: Aggregation) -> Denomin
         return Denominators(np.ones_like(counts), float(counts.sum()))
     if aggregation == "seq_mean_token_sum":
         return Denominators(np.ones_like(counts), sequences)
+    if aggregation == "constant":
+        if length is None:
+            raise ValueError("aggregation 'constant' needs the length that it divides by")
+        return Denominators(np.ones_like(counts), sequences * length)
     return Denominators(np.divide(1.0, counts, out=np.zeros_like(counts), where=counts > 0), sequences)

@@ -41,6 +41,8 @@ class Datum:
     """float32: the critic's, when the sample was scored"""
     returns: np.ndarray | None = None
     """float32: what the critic is trained towards"""
+    teacher: str = ""
+    """Which of trainer.teachers it is distilled from; empty is the one called "default"."""
     teacher_logprobs: np.ndarray | None = None
     """float32"""
     teacher_topk_ids: np.ndarray | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from services.trainer.datum import Datum, Group, InvalidDatum
 from services.trainer.token_batch import TokenBatch
 
-_OPTIONAL = ("values", "returns", "teacher_logprobs", "teacher_topk_logprobs")
+_OPTIONAL = ("values", "returns", "reference_logprobs", "teacher_logprobs", "teacher_topk_logprobs")
 
 
 def groups_of(groups: Sequence[Group]) -> np.ndarray:
@@ -22,12 +22,13 @@ def groups_of(groups: Sequence[Group]) -> np.ndarray:
 def gather_tokens(
     data: Sequence[Datum], datum_index: np.ndarray, token_index: np.ndarray, group_of_datum: np.ndarray,
     policy_logprobs: Tensor, *, reference_logprobs: Tensor | None = None, entropy: Tensor | None = None,
-    policy_topk_logprobs: Tensor | None = None,
+    policy_topk_logprobs: Tensor | None = None, teacher_logprobs: Tensor | None = None,
+    teacher_topk_logprobs: Tensor | None = None,
 ) -> TokenBatch:  # fmt: skip
     """The batch of the tokens `token_index` [N] of the datums `datum_index` [N], on the device of policy_logprobs [N].
 
-    Tokens of a datum that has no behaviour_logprobs take the policy's own, detached. Reference log-probabilities are
-    those given, else those of the datums. InvalidDatum when some of the datums have an optional field and others not.
+    Tokens of a datum that has no behaviour_logprobs take the policy's own, detached. What is not given is taken from
+    the datums where they have it; InvalidDatum when some of them have an optional field and others not.
     """
     chosen, sequence = np.unique(datum_index, return_inverse=True)
     members = [data[index] for index in chosen]
@@ -37,13 +38,16 @@ def gather_tokens(
     def gather(name: str) -> Tensor:
         return _on(np.concatenate([getattr(item, name) for item in members])[places], policy_logprobs)
 
-    optional = {name: gather(name) for name in _OPTIONAL if has_field(members, name)}
-    if reference_logprobs is None and has_field(members, "reference_logprobs"):
-        reference_logprobs = gather("reference_logprobs")
+    given = {
+        "reference_logprobs": reference_logprobs, "teacher_logprobs": teacher_logprobs,
+        "teacher_topk_logprobs": teacher_topk_logprobs,
+    }  # fmt: skip
+    optional = {name: value for name, value in given.items() if value is not None}
+    optional.update({name: gather(name) for name in _OPTIONAL if name not in optional and has_field(members, name)})
     return TokenBatch(
         policy_logprobs=policy_logprobs, weights=gather("weights"), advantages=gather("advantages"),
         sampler_logprobs=gather("sampler_logprobs"), behaviour_logprobs=_behaviour(members, places, policy_logprobs),
-        reference_logprobs=reference_logprobs, entropy=entropy, policy_topk_logprobs=policy_topk_logprobs,
+        entropy=entropy, policy_topk_logprobs=policy_topk_logprobs,
         sequence_index=_index(sequence, policy_logprobs), num_sequences=max(1, len(chosen)),
         group_of_sequence=_index(group_of_datum[chosen] if len(chosen) else np.zeros(1), policy_logprobs), **optional,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is minimized: the policy loss, weighted for mismatch, plus the KL to the reference. Sums, never means."""
+"""What is minimized: the policy loss, weighted for mismatch, plus KL, entropy and teacher. Sums, never means."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from paceline.config import StrictModel, make_plugin
 from paceline.config.base import PluginTable
 from paceline.config.trainer import DistillationConfig, TrainerConfig
 from services.trainer.corrections.base import Correction
+from services.trainer.distillation import distilled_advantages, topk_divergence
 from services.trainer.kl import KlKind, kl_estimate
 from services.trainer.losses.base import Loss, LossSums, TokenBatch, unmasked
 
@@ -101,21 +102,62 @@ class Objective:
         return not other and bool(getattr(self.loss, "needs_advantages", True))
 
     def __call__(self, batch: TokenBatch) -> LossSums:
-        """Sum of weighted token losses. Adds the metric sums policy_loss (weighted) and kl_reference (over tokens)."""
+        """Sum of weighted token losses, and metric sums: policy_loss is weighted, the others are over tokens.
+
+        kl_reference, distillation_kl where they are in the loss; correction_* of the product of all corrections.
+        """
+        metrics: dict[str, Tensor] = {}
+        batch = self._towards_teacher(batch, metrics)
+        sums = self.loss(self._corrected(batch, metrics))
+        sums.metrics.update(metrics, policy_loss=sums.total.detach())
         mask = batch.mask
-        corrected = batch
-        for correction in self.corrections:
-            corrected = replace(corrected, weights=corrected.weights * unmasked(correction(batch), mask))
-        sums = self.loss(corrected)
-        sums.metrics["policy_loss"] = sums.total.detach()
         if self.kl_coefficient > 0:
-            kl = kl_estimate(
-                unmasked(batch.policy_logprobs, mask), unmasked(_present(batch, "reference_logprobs"), mask),
-                self.kl_kind,
+            reference = unmasked(_present(batch, "reference_logprobs"), mask)
+            behaviour = unmasked(batch.behaviour_logprobs, mask)
+            kl = kl_estimate(unmasked(batch.policy_logprobs, mask), reference, self.kl_kind, behaviour)
+            self._add(sums, "kl_reference", self.kl_coefficient, kl, batch)
+        if self.entropy_coefficient > 0:
+            entropy = unmasked(_present(batch, "entropy"), mask)
+            sums.total = sums.total - self.entropy_coefficient * (entropy * batch.weights).sum()
+        if self.distillation is not None and self.needs_topk:
+            policy, teacher = _present(batch, "policy_topk_logprobs"), _present(batch, "teacher_topk_logprobs")
+            rows = ~mask.unsqueeze(1)
+            divergence = topk_divergence(
+                policy.masked_fill(rows, 0.0), teacher.masked_fill(rows, 0.0), self.distillation.direction,
+                self.distillation.tail,
             )  # fmt: skip
-            sums.total = sums.total + self.kl_coefficient * (kl * batch.weights).sum()
-            sums.metrics["kl_reference"] = kl.detach().sum()
+            self._add(sums, "distillation_kl", self.distillation.coefficient, unmasked(divergence, mask), batch)
         return sums
+
+    def _towards_teacher(self, batch: TokenBatch, metrics: dict[str, Tensor]) -> TokenBatch:
+        if self.distillation is None or not self.needs_teacher:
+            return batch
+        policy = unmasked(batch.policy_logprobs, batch.mask).detach()
+        teacher = unmasked(_present(batch, "teacher_logprobs"), batch.mask)
+        metrics["distillation_kl"] = (policy - teacher).sum()
+        advantages = unmasked(batch.advantages, batch.mask)
+        return replace(
+            batch, advantages=distilled_advantages(advantages, policy, teacher, self.distillation.coefficient)
+        )
+
+    def _corrected(self, batch: TokenBatch, metrics: dict[str, Tensor]) -> TokenBatch:
+        if not self.corrections:
+            return batch
+        mask = batch.mask
+        factor = mask.to(batch.weights.dtype)
+        for correction in self.corrections:
+            factor = factor * unmasked(correction(batch).detach(), mask)
+        metrics.update(
+            correction_rejected=(mask & (factor == 0)).sum(), correction_weight=factor.sum(),
+            correction_weight_square=factor.square().sum(),
+            correction_weight_max=factor.amax() if len(factor) else factor.sum(),
+        )  # fmt: skip
+        return replace(batch, weights=batch.weights * factor)
+
+    @staticmethod
+    def _add(sums: LossSums, name: str, coefficient: float, values: Tensor, batch: TokenBatch) -> None:
+        sums.total = sums.total + coefficient * (values * batch.weights).sum()
+        sums.metrics[name] = values.detach().sum()
 
 
 def _present(batch: TokenBatch, name: str) -> Tensor:

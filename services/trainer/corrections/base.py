@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from services.trainer.token_batch import TokenBatch
+
+Level = Literal["token", "sequence", "geometric"]
+"""Of which a ratio is: one token; the product over a sequence; its geometric mean, exp of the mean log-ratio."""
 
 
 class Correction(Protocol):
@@ -24,10 +27,14 @@ class Correction(Protocol):
     def __call__(self, batch: TokenBatch) -> Tensor: ...
 
 
-def log_gap(batch: TokenBatch) -> Tensor:
-    """behaviour - sampler on each token, 0 where masked, without a gradient: the trainer's policy against the engine's.
+def log_gap(batch: TokenBatch, level: Level = "token") -> Tensor:
+    """behaviour - sampler, 0 where masked, without a gradient: the trainer's policy against the engine's. [num_tokens]
 
-    Behaviour must be the policy before the step's first update (`trainer.behaviour = "policy"`).
+    Behaviour must be the policy before the step's first update (`trainer.behaviour = "policy"`). At the levels
+    "sequence" and "geometric" each token has the sum or the mean over its sequence's unmasked tokens.
     """
     difference = (batch.behaviour_logprobs - batch.sampler_logprobs).detach()
-    return difference.masked_fill(~batch.mask, 0.0)
+    if level == "token":
+        return difference.masked_fill(~batch.mask, 0.0)
+    over = batch.sequence_sums if level == "sequence" else batch.sequence_means
+    return batch.spread(over(difference)).masked_fill(~batch.mask, 0.0)

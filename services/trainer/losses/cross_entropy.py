@@ -9,7 +9,13 @@ from services.trainer.losses.base import LossSums, TokenBatch, unmasked
 
 @registry("loss").register("cross_entropy")
 class CrossEntropy:
-    """L = -log p of each token, times its weight. Advantages and sampler log-probabilities play no part."""
+    """L = -log p of each token, times its weight, which may have either sign: the gradient by log p is -weight.
+
+    Advantages and sampler log-probabilities play no part. Source: maximum likelihood; with weights made by a client it
+    is also how Tinker's `forward_backward_custom` passes any other gradient.
+    """
+
+    needs_advantages = False
 
     class Options(StrictModel):
         """The loss has no options."""

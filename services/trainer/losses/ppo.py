@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from paceline.config import StrictModel
 from paceline.plugins import registry
+from services.trainer.losses._bounds import RatioBounds
 from services.trainer.losses.base import LossSums, TokenBatch, ratio_of, unmasked
 
 
@@ -18,11 +18,9 @@ class Ppo:
     branch is the active one.
     """
 
-    class Options(StrictModel):
+    class Options(RatioBounds):
         """Options of the loss."""
 
-        clip_low: float = Field(default=0.2, gt=0, lt=1)
-        clip_high: float = Field(default=0.2, gt=0)
         dual_clip: float | None = Field(default=None, gt=1)
         """c of the dual clip; unset means off."""
 
@@ -31,14 +29,13 @@ class Ppo:
 
     def __call__(self, batch: TokenBatch) -> LossSums:
         """See Loss."""
-        options = self._options
         advantages = unmasked(batch.advantages, batch.mask)
         ratio = ratio_of(batch)
         plain = -ratio * advantages
-        clipped = -ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantages
+        clipped = -ratio.clamp(*self._options.bounds) * advantages
         loss = plain.maximum(clipped)
-        if options.dual_clip is not None:
-            bound = -options.dual_clip * advantages
+        if self._options.dual_clip is not None:
+            bound = -self._options.dual_clip * advantages
             loss = loss.where(advantages >= 0, loss.minimum(bound))
         active = (clipped > plain) & batch.mask
         return LossSums((loss * batch.weights).sum(), {"clip_fraction": active.sum()})
