@@ -45,6 +45,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.handed: list[tuple[str, int]] = []
         self.saved: tuple[dict[str, Any], LedgerModel] | None = None
         self.version = 1
+        self.fence = 0
+        self.replaced: list[SampleStream] = []
 
     def do(self, coroutine: Any) -> Any:
         return self.runner.run(coroutine)
@@ -52,6 +54,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def connect(self) -> None:
         self.ledger = Ledger(self.client, self.run_id)
         self.stream = SampleStream(self.client, self.run_id, self.model.capacity)
+        if self.fence:
+            self.ledger.hold(self.fence, f"life-{self.fence}")
+            self.stream.hold(self.fence, f"life-{self.fence}")
 
     @initialize(bound=st.sampled_from([None, 0, 1]), policy=st.sampled_from(["reissue", "drop"]))
     def start(self, bound: int | None, policy: str) -> None:
@@ -189,6 +194,25 @@ class LedgerMachine(RuleBasedStateMachine):
             replay = None
         assert replay == self.model.rewind(step, reissue)
 
+    @rule(back=st.integers(0, 1))
+    def trainer_is_replaced(self, back: int) -> None:
+        """A new trainer takes the run; from its first operation on the one before is a ghost."""
+        self.replaced.append(self.stream)
+        self.fence += 1
+        self.connect()
+        self.trainer_restarts(back, False)
+
+    @precondition(lambda self: self.replaced)
+    @rule(data=st.data(), what=st.sampled_from(["claim", "mark_trained", "commit", "rewind"]), step=st.integers(0, 4))
+    def ghost(self, data: st.DataObject, what: str, step: int) -> None:
+        """A frozen trainer comes back: it is refused, whatever it does, and nothing changes (see the invariant)."""
+        ghost = data.draw(st.sampled_from(self.replaced))
+        more = ("ghost", max(1, step), PER_STEP, self.version, self.bound) if what == "claim" else (step,)
+        with pytest.raises(
+            errors.FailedPrecondition, match=f"replaced by trainer life-{self.fence} .fence {self.fence}"
+        ):
+            self.do(getattr(ghost, what)(*more))
+
     @rule()
     def snapshot(self) -> None:
         self.saved = (self.do(self.ledger.snapshot()), copy.deepcopy(self.model))
@@ -203,6 +227,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.do(self.ledger.account())
             self.model = model.restored()
         assert self.do(self.ledger.restore(snapshot)) == lost
+        self.replaced = []  # they would be refused because of the ledger's identity
         self.connect()
 
     @invariant()

@@ -50,6 +50,10 @@ class Ledger:
         """Accept the ledger that is there now, after it was restored, and return its id."""
         return await self._scripts.attach()
 
+    def hold(self, fence: int, incarnation: str) -> None:
+        """Let `restore` be that of the trainer which holds `fence`; see SampleStream.hold."""
+        self._scripts.hold(fence, incarnation)
+
     async def issue(self, owner: str, count: int, lease_seconds: float, ceiling: int | None) -> list[Issue]:
         """Lease up to `count` groups to `owner`: those to issue again by lowest id, then the next of the data.
 

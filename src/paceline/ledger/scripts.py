@@ -69,8 +69,8 @@ class ScriptRunner:
         self.run_id = run_id
         self.client = client
         self._prefix = keys.prefix(run_id)
-        self._ledger_id = ""
-        self._identity = f"{run_id} "
+        self._trainer = "0 "
+        self._remember("")
 
     async def attach(self) -> str:
         """Accept the ledger that is there now and return its id; FailedPrecondition when there is none."""
@@ -82,9 +82,16 @@ class ScriptRunner:
         self._remember(name.decode())
         return self._ledger_id
 
+    def hold(self, fence: int, incarnation: str) -> None:
+        """From now on the operations are those of this trainer."""
+        if fence < 1 or not incarnation or any(character.isspace() for character in incarnation):
+            raise ValueError(f"fence {fence} of trainer {incarnation!r}: a number from 1 on and one word are needed")
+        self._trainer = f"{fence} {incarnation}"
+        self._remember(self._ledger_id)
+
     def _remember(self, ledger_id: str) -> None:
         self._ledger_id = ledger_id
-        self._identity = f"{self.run_id} {ledger_id}"
+        self._identity = f"{self.run_id} {ledger_id} {self._trainer}"
 
     async def run(self, operation: str, *values: str | bytes | int | float) -> Any:
         """Run an operation that needs the ledger. Raises the PacelineError that the operation means."""

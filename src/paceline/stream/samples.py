@@ -45,7 +45,7 @@ class SampleStream:
     """The stream of one run. `capacity`: the most groups that wait in it; a producer that meets it must wait.
 
     Every method is atomic and idempotent. All raise Unavailable when Redis cannot be reached, and FailedPrecondition
-    when the ledger is gone or was replaced.
+    when the ledger is gone or was replaced; those of the trainer also when a newer trainer holds the run (see `hold`).
     """
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str, capacity: int) -> None:
@@ -59,6 +59,14 @@ class SampleStream:
     async def attach(self) -> str:
         """Accept the ledger that is there now, after it was restored, and return its id."""
         return await self._scripts.attach()
+
+    def hold(self, fence: int, incarnation: str) -> None:
+        """Act as the trainer that holds `fence`, the number that the coordinator gave out last (they only go up).
+
+        claim, mark_trained, commit and rewind carry it. The first of them with a new fence shuts every earlier trainer
+        out: one that was frozen and comes back gets FailedPrecondition, which names both, and changes nothing.
+        """
+        self._scripts.hold(fence, incarnation)
 
     async def put(self, group: SampleGroup) -> str:
         """Hand a finished group over: "accepted", "duplicate", or "stale_attempt" when it was issued again since.

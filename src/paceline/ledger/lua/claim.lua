@@ -2,7 +2,7 @@
 -- 1 for the order of the data, 0 for that of the puts.
 -- Returns {1, trainer version, refused, replayed, id, entry, id, entry, ...} or {0, have}. Payloads do not pass through
 -- Lua, which would copy them twice: the caller reads the entries, which are neighbours in the order of the puts.
-need_ledger()
+need_trainer()
 local consumer, step, count, version = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local bound, policy, most = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 

@@ -1,5 +1,5 @@
 -- ARGV: identity, step. Settles every step up to it: payloads and claims go, the ids of its groups stay.
-need_ledger()
+need_trainer()
 local last, done = tonumber(ARGV[2]), 0
 local steps = claimed_steps()
 for _, step in ipairs(steps) do

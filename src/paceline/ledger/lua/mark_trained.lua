@@ -1,5 +1,5 @@
 -- ARGV: identity, step.
-need_ledger()
+need_trainer()
 local step = tonumber(ARGV[2])
 local claim = claim_of(step)
 if claim then

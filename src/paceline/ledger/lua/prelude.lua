@@ -3,8 +3,9 @@
 local HISTORY_BYTES = 3000
 
 -- Of the present call: the way to Redis (there is none while the library loads), its arguments, the run, the ledger
--- that the caller knows (empty: any), the time, and whether the doorbell was rung. The keys are set by each call too.
-local call, ARGV, RUN, LEDGER_ID, NOW, rung
+-- that the caller knows (empty: any), the fence of a trainer (0: the caller is none) and its incarnation, the time, and
+-- whether the doorbell was rung. The keys are set by each call too.
+local call, ARGV, RUN, LEDGER_ID, FENCE, HOLDER, NOW, rung
 
 local function begin(keys, arguments)
   call = redis.call
@@ -12,7 +13,8 @@ local function begin(keys, arguments)
     set_keys(keys[1])
   end
   ARGV, rung = arguments, false
-  RUN, LEDGER_ID = string.match(arguments[1], '^(%S+) (%S*)$')
+  RUN, LEDGER_ID, FENCE, HOLDER = string.match(arguments[1], '^(%S+) (%S*) (%d+) (%S*)$')
+  FENCE = tonumber(FENCE)
   local clock = call('TIME')
   NOW = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
 end
@@ -59,6 +61,23 @@ end
 
 local function meta(name)
   return tonumber(call('HGET', META, name) or 0)
+end
+
+-- For what only the trainer does: the newest fence that was seen stays, and an earlier trainer is refused.
+local function need_newest_trainer()
+  local newest = meta('fence')
+  if FENCE < newest then
+    local caller = FENCE == 0 and 'a trainer without a fence' or 'trainer ' .. HOLDER .. ' (fence ' .. integer(FENCE) .. ')'
+    refuse('FAILED_PRECONDITION', caller .. ' of run ' .. RUN .. ' was replaced by trainer '
+      .. call('HGET', META, 'fence_holder') .. ' (fence ' .. integer(newest) .. '); a run has one trainer: stop this one')
+  elseif FENCE > newest then
+    call('HSET', META, 'fence', integer(FENCE), 'fence_holder', HOLDER)
+  end
+end
+
+local function need_trainer()
+  need_ledger()
+  need_newest_trainer()
 end
 
 -- Everything about a group is one hash value: a JSON header, then one line an event, "<milliseconds> <state> <detail>".

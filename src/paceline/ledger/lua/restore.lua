@@ -1,11 +1,15 @@
 -- ARGV: identity, snapshot (JSON), ledger_id. Puts the ledger back unless it is here and not older.
+need_newest_trainer()
 local snapshot = cjson.decode(ARGV[2])
-local present = call('HMGET', META, 'lineage', 'sequence')
+local present = call('HMGET', META, 'lineage', 'sequence', 'fence', 'fence_holder')
 if present[1] == snapshot.lineage and tonumber(present[2]) >= snapshot.sequence then
   return 0
 end
 call('DEL', META, LIVE, SETTLED, DEAD, WAITING, LEASES, BUFFER, VERSIONS, CLAIMS, STEPS, SAMPLES, ISSUES)
 call('XGROUP', 'CREATE', SAMPLES, CONSUMERS, '0', 'MKSTREAM')
+if present[3] then
+  call('HSET', META, 'fence', present[3], 'fence_holder', present[4])
+end
 
 local committed_step = snapshot.committed_step
 call('HSET', META, 'ledger_id', ARGV[3], 'lineage', snapshot.lineage, 'dataset_size', integer(snapshot.dataset_size),

@@ -1,6 +1,6 @@
 -- ARGV: identity, step, reissue_committed (0 or 1). Brings the ledger to a trainer that was loaded from a checkpoint.
 -- Returns the later steps whose claims will be replayed.
-need_ledger()
+need_trainer()
 local step, committed = tonumber(ARGV[2]), meta('committed_step')
 local steps = claimed_steps()
 
