@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
@@ -28,9 +29,13 @@ class Control:
     def __init__(self, stub: Any, run_id: str, incarnation: str, activity: Activity) -> None:
         self._stub = stub
         self._run_id = run_id
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._activity = activity
-        self._fence = 0
+        self.fence = 0
+
+    def waiting(self, cause: str) -> AbstractContextManager[None]:
+        """Around a wait of the publication, in the activity that these calls show theirs in."""
+        return self._activity.waiting(cause)
 
     async def ensure_run(self, config_digest: str, num_steps: int) -> None:
         """Create the run unless a launcher did, so that a trainer started by hand needs nobody else."""
@@ -44,9 +49,9 @@ class Control:
 
     async def acquire(self) -> weights_pb2.WeightVersion | None:
         """Take the fence; the newest committed version, if there is one."""
-        request = pb.AcquireTrainerRequest(request_id=new_id(), run_id=self._run_id, incarnation=self._incarnation)
+        request = pb.AcquireTrainerRequest(request_id=new_id(), run_id=self._run_id, incarnation=self.incarnation)
         response = await self._call("AcquireTrainer", request)
-        self._fence = response.fence
+        self.fence = response.fence
         return response.newest_version if response.HasField("newest_version") else None
 
     async def prepare_version(
@@ -55,7 +60,7 @@ class Control:
         """A number for weights, and whether it is that of an equal version which is committed already."""
         wire_kind = weights_pb2.WEIGHT_KIND_ADAPTER if kind == "adapter" else weights_pb2.WEIGHT_KIND_FULL
         request = pb.PrepareVersionRequest(
-            request_id=new_id(), run_id=self._run_id, fence=self._fence, step=step, digest=digest, kind=wire_kind,
+            request_id=new_id(), run_id=self._run_id, fence=self.fence, step=step, digest=digest, kind=wire_kind,
             transport=transport, min_weight_version=floor,
         )  # fmt: skip
         response = await self._call("PrepareVersion", request)
@@ -66,7 +71,7 @@ class Control:
     ) -> weights_pb2.WeightVersion:
         """Make a prepared version visible."""
         request = pb.CommitVersionRequest(
-            request_id=new_id(), run_id=self._run_id, fence=self._fence, weight_version=weight_version, uri=uri,
+            request_id=new_id(), run_id=self._run_id, fence=self.fence, weight_version=weight_version, uri=uri,
             num_bytes=num_bytes, traceparent=traceparent,
         )  # fmt: skip
         return (await self._call("CommitVersion", request)).version
@@ -78,7 +83,7 @@ class Control:
             weight_version=checkpoint.weight_version, ledger_json=ledger_json,
         )  # fmt: skip
         request = pb.CommitCheckpointRequest(
-            request_id=new_id(), run_id=self._run_id, fence=self._fence, manifest=manifest
+            request_id=new_id(), run_id=self._run_id, fence=self.fence, manifest=manifest
         )
         await self._call("CommitCheckpoint", request)
 
@@ -89,7 +94,7 @@ class Control:
 
     async def record_step(self, record: pb.StepRecord) -> None:
         """Store the record of a step, in place of an earlier one."""
-        request = pb.RecordStepRequest(request_id=new_id(), run_id=self._run_id, fence=self._fence, record=record)
+        request = pb.RecordStepRequest(request_id=new_id(), run_id=self._run_id, fence=self.fence, record=record)
         await self._call("RecordStep", request)
 
     async def engines(self) -> list[pb.Member]:

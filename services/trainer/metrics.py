@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,17 @@ class MetricsFile:
         return next((line for line in lines if line["step"] == step), None)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add the line of a step."""
-        with self._path.open("a") as file:
-            file.write(_line(record))
+        """Add the line of a step, whole or not at all: half a line would spoil the next one too."""
+        with self._path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            text = _line(record).encode()
+            try:
+                written = file.write(text)
+                if written != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            except OSError:
+                file.truncate(end)
+                raise
 
     def _lines(self) -> list[dict[str, Any]]:
         """Whole lines; a torn last one, left by a crash, is not one."""

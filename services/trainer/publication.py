@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from paceline.weights.manifest import Manifest, content_digest
 from paceline.weights.transports.base import Transport
 from services.trainer.backends.base import TrainBackend
 from services.trainer.control import Control
+from services.trainer.room import until_room, with_place
 
 log = logging.getLogger(__name__)
 
@@ -89,19 +91,31 @@ class Publisher:
             span.set_attribute(names.ATTRIBUTE_WEIGHT_VERSION, number)
             if committed:
                 if not await asyncio.to_thread(self._is_there, version):
-                    await asyncio.to_thread(self._place, snapshot, number)
+                    await self._place_patiently(snapshot, number)
             else:
-                uri = await asyncio.to_thread(self._place, snapshot, number)
+                uri = await self._place_patiently(snapshot, number)
                 trace = tracing.current_traceparent()
                 version = await self._control.commit_version(number, uri, len(snapshot.data), trace)
         self._published.append(number)
         await self._collect(await self._control.engines())
         return version
 
+    async def _place_patiently(self, snapshot: Snapshot, weight_version: int) -> str:
+        """Wait for room: the number is ours, and nobody sees the version before it is there whole."""
+        return await until_room(
+            lambda: asyncio.to_thread(self._place, snapshot, weight_version),
+            f"weight version {weight_version} (weights.transport)", self._control.waiting,
+        )  # fmt: skip
+
     def _place(self, snapshot: Snapshot, weight_version: int) -> str:
         stage = self._transport.stage(weight_version)
-        snapshot.write(stage, weight_version)
-        return self._transport.publish(stage, weight_version)
+        try:
+            snapshot.write(stage, weight_version)
+            return self._transport.publish(stage, weight_version)
+        except OSError as error:
+            shutil.rmtree(stage, ignore_errors=True)
+            with_place(error, stage)
+            raise
 
     def _is_there(self, version: WeightVersion) -> bool:
         try:

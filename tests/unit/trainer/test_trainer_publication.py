@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +38,7 @@ class FakeControl:
     def __init__(self) -> None:
         self.committed: list[WeightVersion] = []
         self.members: list[pb.Member] = []
+        self.waits: list[str] = []
         self._prepared = WeightVersion()
 
     async def prepare_version(
@@ -51,6 +54,11 @@ class FakeControl:
         self._prepared.uri, self._prepared.num_bytes = uri, num_bytes
         self.committed.append(self._prepared)
         return self._prepared
+
+    @contextmanager
+    def waiting(self, cause: str) -> Iterator[None]:
+        self.waits.append(cause)
+        yield
 
     async def engines(self) -> list[pb.Member]:
         return self.members
