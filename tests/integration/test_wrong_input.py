@@ -38,23 +38,39 @@ def test_a_wrong_key_or_name_is_refused_before_the_start(override: str, message:
     assert not (tmp_path / "x" / "logs").exists()
 
 
-def test_a_malformed_line_is_named_with_its_place(tmp_path: Path) -> None:
+WRONG_DATA = {
+    "a malformed line": ("", ["prompts.jsonl:2", "max_malformed"]),
+    "a missing file": ("data.source.path=nowhere.jsonl", ["nowhere.jsonl does not exist"]),
+    "too few prompts": ("run.steps=400", ["12800", "1280", "data.epochs = 10", "run.steps = 40"]),
+    "a missing evaluation": ("evaluation.0.source.path=nowhere.jsonl", ["nowhere.jsonl does not exist"]),
+    "no template": ("data.chat_template=true", ["has no chat template"]),
+    "a function that raises": ("data.source.name=wrong_source:prompts", ["ZeroDivisionError", "line 2 of"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [*(("run", fault) for fault in WRONG_DATA), ("config check", "too few prompts"), ("up", "too few prompts")],
+)
+def test_wrong_data_is_named_before_anything_starts(
+    fault: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "abcd=", "label": "abcd"}\n{"prompt": "dcba=", \n')
-    code, text = paceline(
-        "run", "examples/sort4/run.toml", f"data.source.path={data}", f"run.directory={tmp_path / 'x'}"
-    )
+    (tmp_path / "wrong_source.py").write_text("def prompts(path):\n    return 1 / 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    override, parts = WRONG_DATA[fault]
+    words = [*command.split(), "examples/sort4/run.toml", override or f"data.source.path={data}"]
+    earlier = tmp_path / "runs" / "x"
+    earlier.mkdir(parents=True)
+    (earlier / "config.json").write_text("{}")
+    words += [] if command == "config check" else ["--fresh"]
+    code, text = paceline(*words, f"run.directory={earlier}")
     assert code == 2
-    assert "prompts.jsonl:2" in text
-    assert "max_malformed" in text
-
-
-def test_more_prompts_than_there_are_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    code, text = paceline("run", "examples/sort4/run.toml", "run.steps=400", f"run.directory={tmp_path / 'x'}")
-    assert code == 2
-    assert "12800" in text
-    assert "1280" in text
-    assert "data.epochs" in text
+    assert [part for part in parts if part not in text] == []
+    assert "Traceback" not in text
+    assert list(earlier.parent.iterdir()) == [earlier], "--fresh must not rename yet"
+    assert not (earlier / "logs").exists()
 
 
 def test_a_redis_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import json
 import os
 
 from paceline.plugins import registry
-from services.rollout.sources._records import RecordOptions, to_prompt
-from services.rollout.sources.base import Malformed, MalformedRecords, Prompt
+from services.rollout.sources.base import Malformed, MalformedRecords, Prompt, RecordOptions, to_prompt
 
 
 @registry("source").register("jsonl")

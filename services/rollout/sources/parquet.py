@@ -7,8 +7,7 @@ from typing import Any
 from paceline.config import ConfigError
 from paceline.plugins import registry
 from paceline.tokenizer import require
-from services.rollout.sources._records import RecordOptions, to_prompt
-from services.rollout.sources.base import Malformed, MalformedRecords, Prompt
+from services.rollout.sources.base import Malformed, MalformedRecords, Prompt, RecordOptions, to_prompt
 
 
 @registry("source").register("parquet")

@@ -6,11 +6,14 @@ import argparse
 import asyncio
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.runs import KnownRun, add_run_argument, find_run, redis_of
 from paceline.ledger import Account, Ledger
-from paceline.rpc.errors import PacelineError
+from paceline.rpc.errors import FailedPrecondition, PacelineError
+
+NOTHING_YET = "no prompt was issued yet: rollout has not begun"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,15 +26,33 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _audit(known: KnownRun, group: str, console: Console) -> int:
+    if not group:
+        return await show_account(known, console, recount=True)
     async with redis_of(known) as client:
-        ledger = Ledger(client, known.run_id)
         try:
-            if group:
-                return await _story(ledger, group, console)
-            account = await ledger.account(recount=True)
+            return await _story(Ledger(client, known.run_id), group, console)
         except PacelineError as error:
-            console.print(f"[red]{error}[/]", highlight=False)
+            console.print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
             return 1
+
+
+async def show_account(known: KnownRun, console: Console, recount: bool) -> int:
+    """Print the account of a run; the exit code. One that has not begun has none, which is no fault."""
+    if known.live is not None and not known.live["redis_url"]:
+        console.print(NOTHING_YET)
+        return 0
+    try:
+        async with redis_of(known) as client:
+            account = await Ledger(client, known.run_id).account(recount=recount)
+    except FailedPrecondition as error:
+        if not known.trained:
+            console.print(NOTHING_YET)
+            return 0
+        console.print(f"[red]no account:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 1
+    except PacelineError as error:
+        console.print(f"[red]no account:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 1
     console.print(account_table(account))
     return 0 if account.balanced else 1
 

@@ -1,4 +1,4 @@
-"""`paceline config show FILE [key=value ...]`: what each service will be told, complete."""
+"""`paceline config show|check FILE [key=value ...]`: what each service will be told, and whether it can be done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from paceline.config.check import check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["show", "check"], help="show the resolved run file, or only check it")
+    parser.add_argument(
+        "action", choices=["show", "check"], help="show the resolved run file, or check it and read the data it names"
+    )
     parser.add_argument("run_file", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--json", action="store_true", help="as JSON, the form that services read")
@@ -20,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = load_run_file(arguments.run_file, arguments.overrides)
-    check(config)
+    # A run file can be shown where its data is not.
+    check(config, data=arguments.action == "check")
     if arguments.action == "check":
         print(f"{arguments.run_file} is valid; digest {config.digest()[:12]}")
     elif arguments.json:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from paceline.cli.observe import Observer
 from paceline.cli.progress import Progress
-from paceline.config import ConfigError, RunFile
+from paceline.config import ConfigError, RunFile, load_run_file
 from paceline.config.check import check
 from paceline.launcher.launcher import Launcher
 from paceline.launcher.lock import lock_directory
@@ -25,36 +26,46 @@ LAST_RECORDS_SECONDS = 5.0
 Finish = Callable[[Launcher, Observer, float], Awaitable[None]]
 
 
-def prepare(config: RunFile, fresh: bool) -> IO[str]:
-    """Check the run file and the run's folder before anything starts; returns the lock of the folder."""
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `run` and `up` are given alike."""
+    parser.add_argument("run_file", type=Path)
+    parser.add_argument(
+        "overrides", nargs="*", help="key=value, as in run.steps=5 or trainer.optimizer.learning_rate=1e-4"
+    )
+    parser.add_argument("--fresh", action="store_true", help="set an earlier run of this name aside and start anew")
+
+
+def prepare(arguments: argparse.Namespace, console: Console) -> RunFile:
+    """Load and check the run file and its data before anything starts; only then is an earlier run set aside."""
+    config = load_run_file(arguments.run_file, arguments.overrides)
     check(config)
-    directory = config.directory
-    try:
-        lock = lock_directory(directory)
-    except OSError as error:
-        raise ConfigError(f"run.directory {directory} cannot be written: {error.strerror}") from error
-    earlier = directory / "config.json"
-    if fresh and earlier.exists():
-        set_aside(directory)
-        lock = lock_directory(directory)
-    if earlier.exists() and _differs(earlier, config):
-        raise ConfigError(
-            f"{directory} holds a run with another configuration; choose another run.name, put the file back as it was "
-            "to go on with that run, or pass --fresh to set the earlier run aside"
-        )
-    return lock
+    if arguments.fresh and (config.directory / "config.json").exists():
+        with lock_directory(config.directory):
+            target = set_aside(config.directory)
+        say(console, f"the earlier run is now in {shown(target)}")
+    return config
 
 
 def set_aside(directory: Path) -> Path:
     """Rename a run's folder out of the way and return its new place."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    target = directory.with_name(f"{directory.name}-{stamp}")
-    directory.rename(target)
+    names = (f"{directory.name}-{stamp}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 100))))
+    target = next(path for name in names if not (path := directory.with_name(name)).exists())
+    try:
+        directory.rename(target)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be renamed to {target.name}: {error.strerror}") from error
     return target
 
 
-def _differs(earlier: Path, config: RunFile) -> bool:
-    return RunFile.model_validate_json(earlier.read_text()).digest() != config.digest()
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: people copy from it, so it is neither wrapped nor read as markup."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def shown(path: Path) -> str:
+    """A path as a user would type it: relative where it lies below the current folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 async def run_launcher(config: RunFile, console: Console, until_done: bool, finish: Finish) -> int:
@@ -64,7 +75,7 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
     progress: Progress | None = None
-    launcher = Launcher(config, lambda text: progress.message(text) if progress else console.print(text))
+    launcher = Launcher(config, lambda text: progress.message(text) if progress else say(console, text))
     observer: Observer | None = None
     began = time.monotonic()
     try:
@@ -73,13 +84,11 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
         observer = Observer(launcher.addresses["coordinator-0"], config.run.name)
         progress = Progress(console, observer.view, config.run.name, config.run.steps, lambda: links(launcher))
         for link in links(launcher):
-            console.print(link, highlight=False, soft_wrap=True)
+            say(console, link)
         with progress:
             done = await _watch(launcher, observer, progress, interrupted, until_done)
         if done is None:
-            console.print(
-                f"stopped; `paceline run` with the same file goes on from the last checkpoint in {config.directory}"
-            )
+            say(console, f"stopped; the same command goes on from the last checkpoint in {shown(config.directory)}")
             return INTERRUPTED
         if not done:
             console.print("[red]the run cannot go on:[/]", escape(launcher.failure), highlight=False, soft_wrap=True)

@@ -24,18 +24,20 @@ def main() -> None:
     # The folder of the run file's own code (rewards, sources) is the one the command is given in.
     sys.path.insert(0, "")
     parser = argparse.ArgumentParser(prog="paceline", description="Reinforcement learning for large language models.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    usage = parser
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
             module = importlib.import_module(f"paceline.cli.{name}_command")
             module.add_arguments(command)
             command.set_defaults(handler=module.run)
+            usage = command
     arguments, extra = parser.parse_known_args()
     # argparse takes key=value words after a flag for strangers.
     if extra and not (hasattr(arguments, "overrides") and all("=" in word and word[0] != "-" for word in extra)):
-        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        usage.error(f"unrecognized arguments: {' '.join(extra)}")
     if extra:
         arguments.overrides = [*arguments.overrides, *extra]
 

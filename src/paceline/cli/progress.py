@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -71,6 +72,7 @@ class Progress:
         )
         body = Table.grid(padding=(0, 2))
         body.add_column(style="dim")
+        body.add_column(no_wrap=True, overflow="ellipsis")
         if newest is not None:
             rewards = view.values(names.REWARD_MEAN)
             body.add_row("reward", f"[green]{sparkline(rewards)}[/] {rewards[-1]:.3f}" if rewards else "none yet")
@@ -78,11 +80,11 @@ class Progress:
         for (name, at), record in sorted(view.evaluations.items())[-2:]:
             body.add_row("evaluation", f"{name} at step {at}: {record.values.get(names.REWARD_MEAN, float('nan')):.3f}")
         for member, part, cause, seconds in view.waits()[:4]:
-            body.add_row("waits", f"{member} {part}: {cause} [dim]({seconds:.0f} s)[/]")
+            body.add_row("waits", f"{member} {part}: {escape(cause)} [dim]({seconds:.0f} s)[/]")
         for link in self._links():
             body.add_row("", link)
         for text in self._messages:
-            body.add_row("", f"[dim]{text}[/]")
+            body.add_row("", f"[dim]{escape(text)}[/]")
         return Group(head, body)
 
 

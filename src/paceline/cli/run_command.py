@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from pathlib import Path
 
 from rich.console import Console
 
 from paceline.cli import summary
-from paceline.cli.launch import prepare, run_launcher
+from paceline.cli.launch import add_launch_arguments, prepare, run_launcher, say, shown
 from paceline.cli.observe import Observer
-from paceline.config import load_run_file
 from paceline.launcher.launcher import Launcher
 from paceline.ledger import Ledger
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", type=Path)
-    parser.add_argument(
-        "overrides", nargs="*", help="key=value, as in run.steps=5 or trainer.optimizer.learning_rate=1e-4"
-    )
-    parser.add_argument("--fresh", action="store_true", help="set an earlier run of this name aside and start anew")
+    add_launch_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = load_run_file(arguments.run_file, arguments.overrides)
-    lock = prepare(config, arguments.fresh)
     console = Console()
+    config = prepare(arguments, console)
 
     async def finish(launcher: Launcher, observer: Observer, seconds: float) -> None:
         import redis.asyncio
@@ -42,12 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
         summary.show(console, figures, observer.view)
         exported = config.directory / "export"
         if exported.exists():
-            console.print(f"exported model: {exported}", highlight=False, soft_wrap=True)
-        console.print(f"figures: {path}", highlight=False, soft_wrap=True)
-        console.print(
-            f"talk to the model: paceline up {config.directory / 'config.json'}, then any OpenAI client",
-            highlight=False,
+            say(console, f"exported model: {shown(exported)}")
+        say(console, f"figures: {shown(path)}")
+        say(
+            console, f"talk to the model: paceline up {shown(config.directory / 'config.json')}, then any OpenAI client"
         )
 
-    with lock:
-        return asyncio.run(run_launcher(config, console, until_done=True, finish=finish))
+    return asyncio.run(run_launcher(config, console, until_done=True, finish=finish))

@@ -30,6 +30,17 @@ class KnownRun:
     def run_id(self) -> str:
         return self.config.run.name
 
+    @property
+    def ready(self) -> bool:
+        """Whether every service of the live run has started."""
+        return self.live is not None and self.live.get("ready", True)
+
+    @property
+    def trained(self) -> bool:
+        """Whether a step was trained, so that there must be an account."""
+        metrics = self.directory / "metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_size > 0
+
     def address(self, member: str) -> str:
         """host:port of a member; ConfigError when the run is not up."""
         if self.live is None:
@@ -50,21 +61,25 @@ def add_run_argument(parser: Any) -> None:
 
 
 def find_run(text: str) -> KnownRun:
-    """The run that `text` means. ConfigError lists the runs there are."""
+    """The run that `text` means; empty for the latest. ConfigError says which runs there are, or how to make one."""
     directory = _directory(text)
     config_path = directory / "config.json"
     if not config_path.exists():
         known = sorted(path.parent.name for path in Path("runs").glob("*/config.json"))
-        raise ConfigError(
-            f"no run {text!r} here; there are: {', '.join(known) or 'none (start one with `paceline run FILE`)'}"
-        )
+        if not known:
+            which = f"no run {text!r}: " if text else ""
+            raise ConfigError(
+                f"{which}there are no runs in {Path.cwd() / 'runs'}. Start one with `paceline run FILE`, or go to the "
+                "folder where it was started, or name the run's own folder"
+            )
+        raise ConfigError(f"no run {text!r} here; there are: {', '.join(known)}")
     return KnownRun(directory, load_run_file(config_path), _live(directory))
 
 
 def _directory(text: str) -> Path:
     if not text:
         found = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
-        return found[-1].parent if found else Path("runs/none")
+        return found[-1].parent if found else Path("runs")
     path = Path(text)
     if path.suffix in (".toml", ".json") and path.is_file():
         return load_run_file(path).directory

@@ -1,58 +1,79 @@
-"""Start order, supervision and stop of a whole run on one machine."""
+"""Start order, supervision and stop of a whole run on one machine: one launcher a run folder."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
+
+import grpc.aio
 
 from paceline import files
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as pb_grpc
-from paceline.config import RunFile, make_plugin
+from paceline.config import ConfigError, RunFile, load_run_file, make_plugin
 from paceline.config.errors import EXIT_CONFIG
+from paceline.config.kinds import services_of
 from paceline.config.place import SERVICES
 from paceline.ids import new_id
+from paceline.launcher import leftovers
+from paceline.launcher.lock import lock_directory
 from paceline.launcher.process import Child, Spec, StartFailed
 from paceline.launcher.redis_server import RedisServer
 from paceline.rpc.client import open_channel
 
+log = logging.getLogger(__name__)
+
 Notify = Callable[[str], None]
+CALL_SECONDS = 2.0
+LEAVE_SECONDS = 8.0
+"""How long members that the launcher did not start may take to leave when the run is taken down."""
 
 
 class Launcher:
     """All processes of a run. `start`, then `watch` until the run is done or cannot go on, then `stop`, always."""
 
-    def __init__(self, config: RunFile, notify: Notify = lambda _: None, first_engine: int = 0) -> None:
+    def __init__(self, config: RunFile, notify: Notify = lambda _: None, services: Sequence[str] = ()) -> None:
         self.config = config
+        self._services = services or services_of(config)
         self.directory = config.directory
         self.children: dict[str, Child] = {}
         self.addresses: dict[str, str] = {}
         self.finished = asyncio.Event()
         self.failure = ""
         self._notify = notify
-        self._first_engine = first_engine
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed = asyncio.Event()
         self._redis: RedisServer | None = None
+        self._lock: IO[str] | None = None
+        self._ready = False
+        self._began = time.time()
 
     @property
     def redis_url(self) -> str:
         return self.config.launcher.redis_url or (self._redis.url if self._redis else "")
 
     async def start(self) -> None:
-        """Start everything in order, each once the one before serves. StartFailed names the one that did not."""
+        """Start everything in order, each once the one before serves.
+
+        ConfigError when the folder is another launcher's or holds another run. StartFailed names who did not start.
+        """
+        self._lock = lock_directory(self.directory)
+        self._check_same_run()
+        for item in await asyncio.to_thread(leftovers.remove):
+            self._notify(f"removed {item.path}, {item.num_bytes / 2**20:.0f} MiB of the run in {item.run_directory}")
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         self._write("config.json", self.config.model_dump_json(indent=2))
+        self._write_addresses()
         if not self.config.launcher.redis_url:
             await self._start_redis()
-        for service in SERVICES:
-            if service in ("gateway", "dashboard") and not getattr(self.config, service).enabled:
-                continue
+        for service in self._services:
             if service == "engine":
                 await asyncio.gather(
                     *(self._start_service("engine", index) for index in range(self.config.engine.replicas))
@@ -61,6 +82,25 @@ class Launcher:
                 await self._start_service(service, 0)
             if service == "coordinator":
                 await self._create_run()
+        self._ready = True
+        self._write_addresses()
+
+    def _check_same_run(self) -> None:
+        earlier = self.directory / "config.json"
+        if not earlier.exists():
+            return
+        try:
+            digest = load_run_file(earlier).digest()
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.directory} holds a run that this version cannot read ({error}); choose another run.name, or "
+                "pass --fresh to set the earlier run aside"
+            ) from error
+        if digest != self.config.digest():
+            raise ConfigError(
+                f"{self.directory} holds a run with another configuration; choose another run.name, put the file back "
+                "as it was to go on with that run, or pass --fresh to set the earlier run aside"
+            )
 
     async def _create_run(self) -> None:
         """Open the run, or open it again, before its members look at it."""
@@ -82,7 +122,7 @@ class Launcher:
                     raise
 
     async def _start_service(self, service: str, index: int) -> None:
-        name = f"{service}-{self._first_engine + index if service == 'engine' else index}"
+        name = f"{service}-{index}"
         spec = Spec(
             name=name, argv=lambda: self._argv(service, name), env=lambda: self._env(service, name),
             finishes=service == "trainer",
@@ -116,7 +156,7 @@ class Launcher:
         env = {
             "PACELINE_MEMBER_ID": name, "PACELINE_REDIS_URL": self.redis_url,
             "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         }  # fmt: skip
         for other in SERVICES:
             address = self.addresses.get(f"{other}-0")
@@ -168,14 +208,52 @@ class Launcher:
         return not self.failed.is_set()
 
     async def stop(self) -> None:
-        """Stop everything in reverse order of the start; Redis last, so that the others can say goodbye."""
+        """Stop everything in reverse order of the start; Redis last, so that the others can say goodbye.
+
+        Raises nothing, so that what ended the run stays to be seen. Nothing happens when the folder is another's.
+        """
+        if self._lock is None:
+            return
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for child in reversed(self.children.values()):
+        for name, child in reversed(self.children.items()):
+            if name == "coordinator-0" and child.pid is not None:
+                await self._say_stopped()
             await child.stop(self.config.launcher.stop_timeout_seconds)
-        (self.directory / "launcher.json").unlink(missing_ok=True)
-        await asyncio.to_thread(self._free_memory)
+        try:
+            (self.directory / "launcher.json").unlink(missing_ok=True)
+            await asyncio.to_thread(self._free_memory)
+        except (OSError, ConfigError) as error:
+            log.warning("not all of the run in %s was cleared away: %s", self.directory, error)
+        finally:
+            self._lock.close()
+            self._lock = None
+
+    async def _say_stopped(self) -> None:
+        """Tell members that are not ours, as engines attached by hand, that the run is taken down; let them leave."""
+        request = pb.FinishRunRequest(
+            request_id=new_id(), run_id=self.config.run.name, reason=self.failure.partition("\n")[0] or "taken down",
+            state=pb.RUN_STATE_FAILED if self.failure else pb.RUN_STATE_STOPPED,
+        )  # fmt: skip
+        members = pb.ListMembersRequest(run_id=self.config.run.name)
+        said: list[str] = []
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS), open_channel(self.addresses["coordinator-0"]) as channel:
+                stub: pb_grpc.CoordinatorServiceAsyncStub
+                stub = pb_grpc.CoordinatorServiceStub(channel)  # type: ignore[assignment]
+                run = (await stub.FinishRun(request, timeout=CALL_SECONDS)).run
+                while run.state == pb.RUN_STATE_STOPPED:
+                    response = await stub.ListMembers(members, timeout=CALL_SECONDS)
+                    others = [item.member_id for item in response.members if item.member_id not in self.children]
+                    if not others:
+                        return
+                    if others != said:
+                        self._notify(f"waiting for {', '.join(others)} to leave")
+                        said = others
+                    await asyncio.sleep(0.2)  # a poll on the membership, under the deadline of the block
+        except (grpc.aio.AioRpcError, TimeoutError, KeyError) as error:
+            log.info("the end of the run was not heard by all: %s", error)
 
     def _free_memory(self) -> None:
         """Give back what published weights hold in memory; a later start publishes the checkpoint's again."""
@@ -188,7 +266,8 @@ class Launcher:
         """Tell `paceline status` and its like where everything is."""
         announced = {name: child.announced for name, child in self.children.items()}
         content = {
-            "pid": os.getpid(), "started": time.time(), "redis_url": self.redis_url, "addresses": self.addresses,
+            "pid": os.getpid(), "started": self._began, "ready": self._ready, "redis_url": self.redis_url,
+            "addresses": self.addresses,
             "http": {name: item["http_address"] for name, item in announced.items() if "http_address" in item},
             "pids": {name: child.pid for name, child in self.children.items()},
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -133,13 +134,15 @@ class Child:
         if self.process is None or self.process.returncode is not None:
             return
         self.state = "stopping"
-        self.process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
         try:
             async with asyncio.timeout(timeout):
                 await self.process.wait()
         except TimeoutError:
             log.warning("%s did not stop within %.0f s; killed", self.spec.name, timeout)
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             await self.process.wait()
         self.last_exit = self.process.returncode
         self.state = "exited"

@@ -12,7 +12,8 @@ import pytest
 from paceline.config import ConfigError, PluginTable
 from paceline.config.data import DataConfig
 from paceline.ids import GroupId
-from services.rollout.datasets import DataOrder, Dataset, check_enough, open_source, permutation
+from paceline.prompts.opening import check_enough, open_source
+from services.rollout.datasets import DataOrder, Dataset, permutation
 from services.rollout.sources.base import Source
 
 

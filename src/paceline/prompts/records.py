@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from paceline.config import ConfigError, StrictModel
-from services.rollout.sources.base import Malformed, Prompt
+from paceline.prompts.source import Malformed, Prompt
 
 
 class RecordOptions(StrictModel):
