@@ -124,11 +124,10 @@ class Control:
             log.info("gave up after %g s: %s", seconds, cause)
         return missing
 
-    async def finish(self, reason: str) -> None:
+    async def finish(self, reason: str, failed: bool = False) -> None:
         """The run has reached its end."""
-        request = pb.FinishRunRequest(
-            request_id=new_id(), run_id=self._run_id, state=pb.RUN_STATE_FINISHED, reason=reason
-        )
+        state = pb.RUN_STATE_FAILED if failed else pb.RUN_STATE_FINISHED
+        request = pb.FinishRunRequest(request_id=new_id(), run_id=self._run_id, state=state, reason=reason)
         await self._call("FinishRun", request)
 
     async def _call(self, method: str, request: Any) -> Any:

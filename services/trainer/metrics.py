@@ -42,6 +42,10 @@ class MetricsFile:
                 file.truncate(end)
                 raise
 
+    def records(self) -> list[dict[str, Any]]:
+        """Every line, in step order."""
+        return self._lines()
+
     def _lines(self) -> list[dict[str, Any]]:
         """Whole lines; a torn last one, left by a crash, is not one."""
         found = []

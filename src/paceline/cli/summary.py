@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import files
+from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.cli.observe import RunView
 from paceline.ledger import Account
 from paceline.telemetry import names
@@ -18,12 +19,19 @@ FIRST_STEPS = 2
 LAST_STEPS = 4
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "none" if value is None else f"{value:{form}}"
 
 
 def summarize(view: RunView, account: Account, seconds: float) -> dict[str, Any]:
-    """The figures of a run. reward_first is the mean of the first two steps, reward_last of the last four."""
+    """The figures of a run. reward_first is the mean of the first two steps, reward_last of the last four.
+
+    None stands for what was not measured: a run without any reward has no mean of them.
+    """
     rewards = view.values(names.REWARD_MEAN)
     generated, busy = 0.0, 0.0
     for status in view.statuses.values():
@@ -33,14 +41,16 @@ def summarize(view: RunView, account: Account, seconds: float) -> dict[str, Any]
     gaps = view.values(names.LOGPROB_GAP_MAX)
     staleness = view.values(names.STALENESS_MAX)
     return {
+        "state": pb.RunState.Name(view.run.state).removeprefix("RUN_STATE_").lower() if view.run else "unknown",
+        "reason": view.run.reason if view.run else "",
         "reward_first": _mean(rewards[:FIRST_STEPS]),
         "reward_last": _mean(rewards[-LAST_STEPS:]),
         "seconds": seconds,
         "steps": len(view.records),
-        "generated_tokens_per_second": generated / busy if busy else float("nan"),
+        "generated_tokens_per_second": generated / busy if busy else None,
         "train_tokens_per_second": _mean(view.values(names.TRAIN_TOKENS_PER_SECOND)),
         "logprob_gap_mean": _mean(view.values(names.LOGPROB_GAP_MEAN)),
-        "logprob_gap_max": max(gaps, default=float("nan")),
+        "logprob_gap_max": max(gaps, default=None),
         "sampler_kl": _mean(view.values(names.SAMPLER_KL)),
         "staleness_max": int(max(staleness, default=0)),
         "prompts_issued": account.issued,
@@ -74,18 +84,25 @@ def show(console: Console, summary: dict[str, Any], view: RunView) -> None:
     table = Table(title="Result", title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
-    first, last = summary["reward_first"], summary["reward_last"]
-    table.add_row("reward", f"{first:.2f} (first {FIRST_STEPS} steps) to [bold]{last:.2f}[/] (last {LAST_STEPS} steps)")
+    first, last = _figure(summary["reward_first"], ".2f"), _figure(summary["reward_last"], ".2f")
+    reward = f"{first} (first {FIRST_STEPS} steps) to [bold]{last}[/] (last {LAST_STEPS} steps)"
+    if summary["reward_first"] is None:
+        missing = sum(view.values(names.REWARD_MISSING))
+        reward = f"[red]none: {missing:,.0f} trajectories, each without one[/]" if missing else "none"
+    table.add_row("reward", reward)
     for (name, step), record in sorted(view.evaluations.items()):
-        table.add_row(f"evaluation {name}, step {step}", f"{record.values.get(names.REWARD_MEAN, float('nan')):.2f}")
+        table.add_row(f"evaluation {name}, step {step}", _figure(record.values.get(names.REWARD_MEAN), ".2f"))
     table.add_row("steps", f"{summary['steps']} in {summary['seconds']:.0f} s, the start of the services included")
-    table.add_row("generation", f"{summary['generated_tokens_per_second']:.0f} tokens/s of engine time")
-    table.add_row("training", f"{summary['train_tokens_per_second']:.0f} sampled tokens/s of trainer time")
+    table.add_row("generation", f"{_figure(summary['generated_tokens_per_second'], '.0f')} tokens/s of engine time")
+    table.add_row("training", f"{_figure(summary['train_tokens_per_second'], '.0f')} sampled tokens/s of trainer time")
     phases = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["seconds_by_phase"].items())
     table.add_row("trainer's time", phases)
-    gap = (
-        f"mean {summary['logprob_gap_mean']:.4f}, max {summary['logprob_gap_max']:.3f}, KL {summary['sampler_kl']:.5f}"
-    )
+    gap = ", ".join(
+        f"{label} {_figure(summary[key], form)}"
+        for label, key, form in (
+            ("mean", "logprob_gap_mean", ".4f"), ("max", "logprob_gap_max", ".3f"), ("KL", "sampler_kl", ".5f"),
+        )
+    )  # fmt: skip
     table.add_row("sampler to policy log-probabilities", gap)
     table.add_row("largest staleness", str(summary["staleness_max"]))
     balance = "balances" if summary["ledger_balanced"] else "[red]does not balance[/]"
