@@ -13,8 +13,12 @@ from paceline.plugins import registry
 from paceline.rpc.membership import RUN_ENDED
 from paceline.rpc.runtime import ServiceContext, run_service
 from paceline.stream import SampleStream
+from services.trainer.backends.base import TrainBackend
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.control import Control
+from services.trainer.critic.critic import make_critic
+from services.trainer.critic.with_critic import with_critic
+from services.trainer.estimation import check_estimator
 from services.trainer.loop import Parts, TrainingLoop
 from services.trainer.metrics import MetricsFile
 from services.trainer.objective import Objective
@@ -30,6 +34,7 @@ async def start(context: ServiceContext) -> None:
     """Offer the service at once, and train in the background."""
     config = context.config.trainer
     estimator = make_plugin("estimator", config.estimator, "trainer.estimator")
+    check_estimator(estimator, config)
     objective = Objective.from_config(config)
     table = context.config.weights.transport
     transport = make_plugin("transport", table, "weights.transport", context.config.directory, context.run_id)
@@ -50,13 +55,15 @@ async def start(context: ServiceContext) -> None:
         activity.set(f"loading {context.config.model.path}")
         backend_class = registry("train_backend").load(config.backend)
         path = Path(context.config.model.path)
-        backend = await worker.run(backend_class, path, config, context.config.run.seed)
+        backend: TrainBackend = await worker.run(backend_class, path, config, context.config.run.seed)
+        critic = await worker.run(make_critic, path, config, context.config.run.seed, steps)
+        backend = with_critic(backend, critic)
         server.backend = backend
         control = Control(context.coordinator(), context.run_id, context.incarnation, activity)
         capacity = context.config.rollout.buffer_groups
         parts = Parts(
             config=context.config, status=context.status, worker=worker, backend=backend,
-            trainer=StepTrainer(backend, estimator, objective, config, steps), control=control,
+            trainer=StepTrainer(backend, estimator, objective, config, steps, critic), control=control,
             publisher=Publisher(control, transport, table.name, context.config.weights.keep), checkpoints=checkpoints,
             ledger=Ledger(context.redis(), context.run_id),
             stream=SampleStream(context.redis(), context.run_id, capacity),

@@ -7,9 +7,11 @@ import math
 from paceline.config.trainer import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int, skipped: int = 0) -> float:
     """Rate of step 1..total_steps: linear warm-up from learning_rate / warmup_steps, then the schedule down to
-    min_learning_rate, which the last step has."""
+    min_learning_rate, which the last step has. The first `skipped` steps do not count: the schedule starts after them.
+    """
+    step, total_steps = step - skipped, total_steps - skipped
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     if config.schedule == "constant":

@@ -16,6 +16,7 @@ from services.trainer.algorithms.grpo import Grpo
 from services.trainer.backends.torch import TorchBackend
 from services.trainer.objective import Objective
 from services.trainer.step import StepResult, StepTrainer
+from services.trainer.step_data import StepGroup
 
 MISSING = reward_pb2.Reward(missing=reward_pb2.MissingReward(reason=reward_pb2.MISSING_REASON_GRADER_ERROR))
 
@@ -167,7 +168,7 @@ def test_truncated_importance_sampling_changes_the_update(tiny_model: Path) -> N
 def test_a_wrong_temperature_shows_in_the_gap(tiny_model: Path) -> None:
     measured = group(0, [0.0, 1.0, 0.5])
     subject = Stepper(tiny_model)
-    datums = [subject._trainer._datum(sample, 1.0, 0.0) for sample in measured.samples]
+    datums = StepGroup.make(measured).datums
     for sample, logprobs in zip(measured.samples, subject.backend.forward([datums])[0], strict=True):
         sample.sampler_logprobs = logprobs * sample.loss_mask
     assert Stepper(tiny_model).train(measured).values["logprob_gap_max"] < 1e-4

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from paceline.config import StrictModel
 from paceline.plugins import registry
 from services.trainer.algorithms.base import Advantages, Rewards
+from services.trainer.rewards import OptionsWithoutKl, by_group
 
 
 @registry("estimator").register("grpo")
@@ -22,7 +22,7 @@ class Grpo:
     rewards are all equal, get exact zeros.
     """
 
-    class Options(StrictModel):
+    class Options(OptionsWithoutKl):
         """Options of the estimator."""
 
         normalize_std: bool = True
@@ -38,22 +38,16 @@ class Grpo:
 
     def advantages(self, groups: Sequence[Rewards]) -> Advantages:
         """See Estimator.advantages."""
-        result = Advantages(values=[])
-        for rewards in groups:
-            raw = np.array([np.nan if value is None else value for value in rewards], dtype=np.float64)
-            present = ~np.isnan(raw)
-            known = raw[present]
-            flat = known.size < 2 or bool(known.max() == known.min())
-            centred = np.full(raw.shape, np.nan)
-            centred[present] = 0.0 if flat else known - known.mean()
-            if not flat and self._options.normalize_std and self._options.std_scope == "group":
-                centred /= known.std(ddof=1) + self._options.epsilon
-            result.values.append(centred)
-            result.missing += int((~present).sum())
-            result.zero_variance.append(flat)
+        result = by_group(groups, self._relative)
         if self._options.normalize_std and self._options.std_scope == "batch":
             self._divide_by_batch(result.values)
         return result
+
+    def _relative(self, rewards: np.ndarray) -> np.ndarray:
+        centred = rewards - rewards.mean()
+        if self._options.normalize_std and self._options.std_scope == "group":
+            return centred / (rewards.std(ddof=1) + self._options.epsilon)
+        return centred
 
     def _divide_by_batch(self, values: list[np.ndarray]) -> None:
         known = np.concatenate([item[~np.isnan(item)] for item in values]) if values else np.empty(0)

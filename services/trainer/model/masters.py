@@ -95,6 +95,11 @@ class Masters:
         for name, copy in self._copies.items():
             copy.copy_(self.tensors[name])
 
+    def resident(self) -> list[Tensor]:
+        """All tensors that it keeps on the device: masters, and the moments of the optimizer."""
+        moments = [value for state in self._optimizer.state.values() for value in state.values()]
+        return [*self.tensors.values(), *moments]
+
     def state(self) -> StateCopy:
         """This rank's masters, moments and the number of updates, exactly. Views, not copies."""
         moments: dict[str, Tensor] = {}

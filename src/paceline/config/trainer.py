@@ -37,6 +37,28 @@ class LoraConfig(StrictModel):
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
 
 
+class CriticConfig(StrictModel):
+    """The critic of estimators that need values (ppo), on the device of the policy; its table may be empty."""
+
+    model_path: str = ""
+    """Hugging Face model folder whose backbone it starts from; empty takes the policy's. Its vocabulary must be that of
+    the policy."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Its own optimizer, learning rate and schedule."""
+    lora: LoraConfig | None = None
+    """Train an adapter and the value head only; without this table all parameters are trained."""
+    value_clip: float = Field(default=0.2, ge=0)
+    """How far a value may move from what it was before the step and still lower the loss; 0 is no bound."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the groups of a step."""
+    updates_per_epoch: int = Field(default=1, ge=1)
+    """Optimizer updates of the critic that each pass is split into."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps of the run that train the critic alone; the policy and its weights stay as they are."""
+    offload: bool = False
+    """Policy and critic take turns on the device: the one that does not work is in the host's memory."""
+
+
 class DistillationConfig(StrictModel):
     """On-policy distillation from a teacher; without this table there is none."""
 
@@ -123,7 +145,10 @@ class TrainerConfig(StrictModel):
     teachers: dict[str, TeacherConfig] = {}
     """Teachers by key. A record's metadata names its own under "teacher"; "default" is for the others."""
     updates_per_step: int = Field(default=1, ge=1)
-    """Optimizer updates that a step's groups are split into."""
+    """Optimizer updates that a step's groups are split into; parts differ by at most one group."""
+    epochs_per_step: int = Field(default=1, ge=1)
+    """Passes over a step's groups, each of updates_per_step updates. What ratios are taken to is fixed before them."""
+    critic: CriticConfig | None = None
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -144,6 +169,12 @@ class TrainerConfig(StrictModel):
     export: bool = True
     """Write a Hugging Face model folder at the end."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference must be there: for the loss, its KL, or the estimator's KL in the reward."""
+        reward_kl = self.estimator.options().get("kl_coefficient", 0.0)
+        return self.kl_coefficient > 0 or self.loss.name == "dpo" or bool(reward_kl)
+
     @model_validator(mode="after")
     def _relations(self) -> TrainerConfig:
         gap = [table.name for table in self.corrections if table.name in _AGAINST_BEHAVIOUR]
@@ -152,11 +183,25 @@ class TrainerConfig(StrictModel):
                 f"corrections = {gap[0]!r} contradicts behaviour = 'sampler': the sampler's log-probabilities are "
                 "already the ratio's denominator; set behaviour = 'policy' or leave the correction out"
             )
+        if self.estimator.name == "ppo" and self.critic is None:
+            raise ValueError("estimator = 'ppo' needs values; add a table [trainer.critic], which may be empty")
+        if self.critic is not None and self.backend != "torch":
+            raise ValueError(f"critic: backend = {self.backend!r} has no critic; it needs backend = 'torch'")
         if (self.aggregation == "constant") != (self.aggregation_length is not None):
             raise ValueError(
                 f'aggregation = {self.aggregation!r} with aggregation_length = {self.aggregation_length}: "constant" '
                 "divides by that length, and no other aggregation does; set both or neither"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _teaching(self) -> TrainerConfig:
+        if self.distillation is not None and not self.teachers:
+            raise ValueError("distillation needs a teacher; add a table [trainer.teachers.default] with its path")
+        if self.teachers and self.distillation is None:
+            raise ValueError(f"teachers.{next(iter(self.teachers))} is not used without a table [trainer.distillation]")
+        if self.distillation is not None and self.backend != "torch":
+            raise ValueError(f"distillation: backend = {self.backend!r} loads no teacher; it needs backend = 'torch'")
         return self
 
     @model_validator(mode="after")

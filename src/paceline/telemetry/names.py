@@ -28,6 +28,16 @@ SAMPLER_KL = "sampler_kl"
 """k3 estimate of KL(sampler || policy), mean over tokens. Unit: nat."""
 EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
 """(sum w)^2 / (n sum w^2) of w = exp(policy - sampler). Unit: 1."""
+CORRECTION_WEIGHT_MEAN = "correction_weight_mean"
+"""Weight that trainer.corrections gave a token, mean. Unit: 1."""
+CORRECTION_WEIGHT_MAX = "correction_weight_max"
+"""The largest of them. Unit: 1."""
+CORRECTION_REJECTED_FRACTION = "correction_rejected_fraction"
+"""Share of trained tokens that got the weight 0. Unit: 1."""
+CORRECTION_SAMPLE_SIZE = "correction_sample_size"
+"""(sum w)^2 / (n sum w^2) of those weights. Unit: 1."""
+DISTILLATION_KL = "distillation_kl"
+"""KL of the policy to its teacher, mean over tokens, as trainer.distillation estimates it. Unit: nat."""
 STALENESS_MEAN = "staleness_mean"
 """Trainer version minus oldest token version, mean over groups. Unit: {version}."""
 STALENESS_MAX = "staleness_max"
@@ -35,7 +45,7 @@ STALENESS_MAX = "staleness_max"
 GROUPS_TRAINED = "groups_trained"
 """Groups of the step. Unit: {group}."""
 GROUPS_ZERO_VARIANCE = "groups_zero_variance"
-"""Groups whose rewards are all equal: no gradient. Unit: {group}."""
+"""Groups whose rewards are all equal: no gradient with a group's mean as baseline. Unit: {group}."""
 GROUPS_WITHOUT_REWARD = "groups_without_reward"
 """Groups none of whose trajectories has a reward: no gradient. Unit: {group}."""
 GROUPS_REFUSED_STALE = "groups_refused_stale"
@@ -50,6 +60,18 @@ RESPONSE_LENGTH_MEAN = "response_length_mean"
 """Sampled tokens of a sample, mean. Unit: {token}."""
 OPTIMIZER_UPDATES = "optimizer_updates"
 """Optimizer updates of the step; 0 when nothing contributed. Unit: {update}."""
+VALUE_LOSS = "value_loss"
+"""Loss of the critic, mean over its updates' tokens. Unit: 1."""
+VALUE_CLIP_FRACTION = "value_clip_fraction"
+"""Share of tokens whose value was clipped. Unit: 1."""
+EXPLAINED_VARIANCE = "explained_variance"
+"""1 - var(return - value) / var(return), before the critic's update. Unit: 1."""
+CRITIC_UPDATES = "critic_updates"
+"""Optimizer updates of the critic in the step. Unit: {update}."""
+CRITIC_GRAD_NORM = "critic_grad_norm"
+"""Global L2 norm of the critic's gradient before clipping. Unit: 1."""
+CRITIC_LEARNING_RATE = "critic_learning_rate"
+"""Learning rate of the critic in the step. Unit: 1."""
 SECONDS_STEP = "seconds_step"
 """Wall time of the step, waiting included. Unit: s."""
 SECONDS_WAIT_GROUPS = "seconds_wait_groups"
@@ -58,12 +80,18 @@ SECONDS_FORWARD_BACKWARD = "seconds_forward_backward"
 """Forward and backward passes. Unit: s."""
 SECONDS_OPTIMIZER = "seconds_optimizer"
 """Optimizer. Unit: s."""
+SECONDS_CRITIC = "seconds_critic"
+"""Values and training of the critic. Unit: s."""
 SECONDS_PUBLISH = "seconds_publish"
 """Publication of the weights until they are visible. Unit: s."""
 SECONDS_CHECKPOINT = "seconds_checkpoint"
 """Checkpoint. Unit: s."""
 TRAIN_TOKENS_PER_SECOND = "train_tokens_per_second"
 """Sampled tokens over the time of forward, backward and optimizer. Unit: {token}/s."""
+PREFERENCE_ACCURACY = "preference_accuracy"
+"""Share of pairs whose chosen completion is rated above the rejected one (dpo). Unit: 1."""
+PREFERENCE_MARGIN = "preference_margin"
+"""beta * (h(chosen) - h(rejected)), mean over pairs; h is log policy - log reference of a completion. Unit: 1."""
 PASS_AT_1 = "pass_at_1"
 """Share of an evaluation's graded samples that got full marks, mean over prompts. Unit: 1."""
 PASS_AT_K = "pass_at_k"
@@ -107,6 +135,8 @@ SPAN_TRAINER_FORWARD_BACKWARD = "trainer.forward_backward"
 """Forward and backward passes."""
 SPAN_TRAINER_OPTIMIZER = "trainer.optimizer"
 """Optimizer step."""
+SPAN_TRAINER_CRITIC = "trainer.critic"
+"""Values of the critic, and its updates."""
 SPAN_TRAINER_PUBLISH = "trainer.publish"
 """Publication of a version."""
 SPAN_TRAINER_CHECKPOINT = "trainer.checkpoint"
@@ -136,6 +166,11 @@ UNITS = {
     "logprob_gap_max": "nat",
     "sampler_kl": "nat",
     "effective_sample_size": "1",
+    "correction_weight_mean": "1",
+    "correction_weight_max": "1",
+    "correction_rejected_fraction": "1",
+    "correction_sample_size": "1",
+    "distillation_kl": "nat",
     "staleness_mean": "{version}",
     "staleness_max": "{version}",
     "groups_trained": "{group}",
@@ -147,13 +182,22 @@ UNITS = {
     "tokens_trained": "{token}",
     "response_length_mean": "{token}",
     "optimizer_updates": "{update}",
+    "value_loss": "1",
+    "value_clip_fraction": "1",
+    "explained_variance": "1",
+    "critic_updates": "{update}",
+    "critic_grad_norm": "1",
+    "critic_learning_rate": "1",
     "seconds_step": "s",
     "seconds_wait_groups": "s",
     "seconds_forward_backward": "s",
     "seconds_optimizer": "s",
+    "seconds_critic": "s",
     "seconds_publish": "s",
     "seconds_checkpoint": "s",
     "train_tokens_per_second": "{token}/s",
+    "preference_accuracy": "1",
+    "preference_margin": "1",
     "pass_at_1": "1",
     "pass_at_k": "1",
     "evaluation_prompts": "{prompt}",
@@ -176,10 +220,15 @@ BRIEFS = {
     "logprob_gap_max": "Largest absolute difference of them.",
     "sampler_kl": "k3 estimate of KL(sampler || policy), mean over tokens.",
     "effective_sample_size": "(sum w)^2 / (n sum w^2) of w = exp(policy - sampler).",
+    "correction_weight_mean": "Weight that trainer.corrections gave a token, mean.",
+    "correction_weight_max": "The largest of them.",
+    "correction_rejected_fraction": "Share of trained tokens that got the weight 0.",
+    "correction_sample_size": "(sum w)^2 / (n sum w^2) of those weights.",
+    "distillation_kl": "KL of the policy to its teacher, mean over tokens, as trainer.distillation estimates it.",
     "staleness_mean": "Trainer version minus oldest token version, mean over groups.",
     "staleness_max": "The largest of them.",
     "groups_trained": "Groups of the step.",
-    "groups_zero_variance": "Groups whose rewards are all equal: no gradient.",
+    "groups_zero_variance": "Groups whose rewards are all equal: no gradient with a group's mean as baseline.",
     "groups_without_reward": "Groups none of whose trajectories has a reward: no gradient.",
     "groups_refused_stale": "Groups refused as too old while the step was claimed.",
     "samples_trained": "Samples with a gradient.",
@@ -187,13 +236,22 @@ BRIEFS = {
     "tokens_trained": "Sampled tokens of the step.",
     "response_length_mean": "Sampled tokens of a sample, mean.",
     "optimizer_updates": "Optimizer updates of the step; 0 when nothing contributed.",
+    "value_loss": "Loss of the critic, mean over its updates' tokens.",
+    "value_clip_fraction": "Share of tokens whose value was clipped.",
+    "explained_variance": "1 - var(return - value) / var(return), before the critic's update.",
+    "critic_updates": "Optimizer updates of the critic in the step.",
+    "critic_grad_norm": "Global L2 norm of the critic's gradient before clipping.",
+    "critic_learning_rate": "Learning rate of the critic in the step.",
     "seconds_step": "Wall time of the step, waiting included.",
     "seconds_wait_groups": "Waiting for groups.",
     "seconds_forward_backward": "Forward and backward passes.",
     "seconds_optimizer": "Optimizer.",
+    "seconds_critic": "Values and training of the critic.",
     "seconds_publish": "Publication of the weights until they are visible.",
     "seconds_checkpoint": "Checkpoint.",
     "train_tokens_per_second": "Sampled tokens over the time of forward, backward and optimizer.",
+    "preference_accuracy": "Share of pairs whose chosen completion is rated above the rejected one (dpo).",
+    "preference_margin": "beta * (h(chosen) - h(rejected)), mean over pairs; h is log policy - log reference of a completion.",
     "pass_at_1": "Share of an evaluation's graded samples that got full marks, mean over prompts.",
     "pass_at_k": "Share of an evaluation's prompts of whose samples at least one got full marks.",
     "evaluation_prompts": "Prompts of the evaluation.",

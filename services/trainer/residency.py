@@ -1,0 +1,84 @@
+"""Who is on the device: policy and critic at once, or by turns. The plan is the step's, the moves are theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Resident(Protocol):
+    """Something that can leave the device and come back. Both calls are idempotent."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Residency:
+    """The plan. With `by_turns` one of them sleeps while the other works; without, and without a critic, none does."""
+
+    def __init__(self, policy: object, critic: Resident | None, by_turns: bool) -> None:
+        self._policy: Resident | None = None
+        self._critic = critic if by_turns else None
+        if self._critic is not None:
+            if not (hasattr(policy, "sleep") and hasattr(policy, "wake")):
+                raise ValueError(
+                    f"trainer.critic.offload: {type(policy).__name__} cannot leave the device; set it false"
+                )
+            self._policy = policy  # type: ignore[assignment]
+            self._critic.sleep()
+
+    def turn_to_policy(self) -> None:
+        """The critic leaves, then the policy comes back: never are both on the device."""
+        if self._policy is not None and self._critic is not None:
+            self._critic.sleep()
+            self._policy.wake()
+
+    def turn_to_critic(self) -> None:
+        """The policy leaves, then the critic comes back."""
+        if self._policy is not None and self._critic is not None:
+            self._policy.sleep()
+            self._critic.wake()
+
+
+class HostSwap:
+    """Moves the tensors of one model to the host's memory and back to its device, in place: every reference stays good.
+
+    `tensors` lists them when asked, as an optimizer makes its state late. A repeated call does nothing, so that a
+    retried step is harmless. On a CPU nothing moves.
+    """
+
+    def __init__(self, device: torch.device, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        self._device = device
+        self._tensors = tensors
+        self.asleep = False
+        self.moves = 0
+        """Times that the tensors were moved."""
+
+    def sleep(self) -> None:
+        """Leave the device."""
+        if not self.asleep:
+            self._move(torch.device("cpu"))
+            self.asleep = True
+
+    def wake(self) -> None:
+        """Come back."""
+        if self.asleep:
+            self._move(self._device)
+            self.asleep = False
+
+    @torch.no_grad()
+    def _move(self, target: torch.device) -> None:
+        self.moves += 1
+        if self._device.type == "cpu":
+            return
+        seen: set[int] = set()
+        for tensor in self._tensors():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                tensor.data = tensor.data.to(target)
+        if target.type == "cpu":
+            torch.cuda.empty_cache()
