@@ -117,10 +117,10 @@ class Objective:
             kl = kl_estimate(unmasked(batch.policy_logprobs, mask), reference, self.kl_kind, behaviour)
             self._add(sums, "kl_reference", self.kl_coefficient, kl, batch)
         if self.entropy_coefficient > 0:
-            entropy = unmasked(_present(batch, "entropy"), mask)
+            entropy = unmasked(_present(batch, "entropy", gradient=True), mask)
             sums.total = sums.total - self.entropy_coefficient * (entropy * batch.weights).sum()
         if self.distillation is not None and self.needs_topk:
-            policy, teacher = _present(batch, "policy_topk_logprobs"), _present(batch, "teacher_topk_logprobs")
+            policy, teacher = _present(batch, "policy_topk_logprobs", True), _present(batch, "teacher_topk_logprobs")
             rows = ~mask.unsqueeze(1)
             divergence = topk_divergence(
                 policy.masked_fill(rows, 0.0), teacher.masked_fill(rows, 0.0), self.distillation.direction,
@@ -148,7 +148,7 @@ class Objective:
         for correction in self.corrections:
             factor = factor * unmasked(correction(batch).detach(), mask)
         metrics.update(
-            correction_rejected=(mask & (factor == 0)).sum(), correction_weight=factor.sum(),
+            correction_rejected_fraction=(mask & (factor == 0)).sum(), correction_weight_mean=factor.sum(),
             correction_weight_square=factor.square().sum(),
             correction_weight_max=factor.amax() if len(factor) else factor.sum(),
         )  # fmt: skip
@@ -160,8 +160,11 @@ class Objective:
         sums.metrics[name] = values.detach().sum()
 
 
-def _present(batch: TokenBatch, name: str) -> Tensor:
+def _present(batch: TokenBatch, name: str, gradient: bool = False) -> Tensor:
+    """A field of the batch. ValueError when it is missing, or has no gradient though the policy has one."""
     values = getattr(batch, name)
     if values is None:
         raise ValueError(f"the objective needs {name}, which the batch has not")
+    if gradient and batch.policy_logprobs.requires_grad and not values.requires_grad:
+        raise ValueError(f"the objective needs the gradient of {name}, which the batch does not carry")
     return values

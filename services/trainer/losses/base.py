@@ -29,8 +29,9 @@ class LossSums:
 class Loss(Protocol):
     """A token, sequence or pair loss. It must give masked tokens neither value nor gradient.
 
-    It may have a class attribute `needs_reference = True`, which has reference_logprobs computed, and
-    `needs_advantages = False` when groups whose advantages are all 0 have a gradient too.
+    Optional class attributes: `needs_reference = True` has reference_logprobs computed; `needs_advantages = False` says
+    that groups whose advantages are all 0 have a gradient too; `needs_rewards = False`, that advantages are labels of
+    the data, or unused, so that none are estimated.
     """
 
     Options: type[Any]

@@ -16,6 +16,7 @@ class CrossEntropy:
     """
 
     needs_advantages = False
+    needs_rewards = False
 
     class Options(StrictModel):
         """The loss has no options."""

@@ -27,6 +27,7 @@ class Dpo:
     """
 
     needs_reference = True
+    needs_rewards = False
 
     class Options(StrictModel):
         """Options of the loss."""

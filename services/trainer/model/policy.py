@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.config import ConfigError
 from paceline.config.trainer import LoraConfig
-from services.trainer.model.logprobs import token_logprobs
+from services.trainer.model.logprobs import TokenScores, token_logprobs, token_scores, top_logprobs
 from services.trainer.packing import PackedBatch
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class Policy:
         self.hidden_size = int(self.model.config.hidden_size)
         self._short_rows_eager = self.device.type == "cpu"
         self.shares_prefixes = _plain_attention(self.model.config)
+        self.around: Callable[..., tuple[Tensor, ...]] = _call
+        """Calls a pass; replaced where parameters are whole only inside of a wrapper's forward."""
         self.peft: PeftModel | None = None
         self.trainable: dict[str, nn.Parameter]
         if frozen:
@@ -59,16 +61,41 @@ class Policy:
 
     def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each predicted token of the batch: two [N], see token_logprobs."""
+        scores = self.scores(batch)
+        return scores.logprobs, scores.entropy
+
+    def scores(self, batch: PackedBatch, chosen: Tensor | None = None, entropy_gradient: bool = False) -> TokenScores:
+        """As `score`, with the log-probabilities of the ids `chosen` (int64 [N, k]); see token_scores."""
+        ids = () if chosen is None else (chosen,)
+        return TokenScores(*self.around(self._scores, batch, entropy_gradient, *ids))
+
+    def _scores(self, batch: PackedBatch, entropy_gradient: bool, chosen: Tensor | None = None) -> tuple[Tensor, ...]:
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        found = token_scores(
+            self.states(batch), self._head().weight, targets, self._factor(batch), chosen, entropy_gradient
+        )
+        return found.logprobs, found.entropy, found.chosen
+
+    @torch.no_grad()
+    def teach(self, batch: PackedBatch, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each predicted token its log-probability [N], and ids and log-probabilities of the k likeliest [N, k]."""
+        states, head, factor = self.states(batch), self._head().weight, self._factor(batch)
+        logprobs, _ = token_logprobs(states, head, torch.from_numpy(batch.targets).to(self.device), factor)
+        return logprobs, *top_logprobs(states, head, factor, k)
+
+    def states(self, batch: PackedBatch) -> Tensor:
+        """[N, D]: the last hidden state that each predicted token is predicted from."""
         inputs = torch.from_numpy(batch.token_ids).to(self.device)
         positions = torch.from_numpy(batch.position_ids).to(self.device)
         kernel = "eager" if self._short_rows_eager and inputs.shape[1] <= _SHORT_ROW else "sdpa"
         if self.model.config._attn_implementation != kernel:
             self.model.set_attn_implementation(kernel)
         hidden = self._hidden(inputs, positions, self._mask(batch, kernel)).flatten(0, 1)
-        source = torch.from_numpy(batch.source).to(self.device)
-        targets = torch.from_numpy(batch.targets).to(self.device)
-        factor = self.logit_scale / torch.from_numpy(batch.temperature).to(self.device)
-        return token_logprobs(hidden.index_select(0, source), self._head().weight, targets, factor)
+        return hidden.index_select(0, torch.from_numpy(batch.source).to(self.device))
+
+    def _factor(self, batch: PackedBatch) -> Tensor:
+        """[N]: what logits are multiplied with."""
+        return self.logit_scale / torch.from_numpy(batch.temperature).to(self.device)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -111,6 +138,10 @@ class Policy:
                 f"model.path = {str(self.path)!r}: the torch backend cannot train {self.model.config.model_type}: its "
                 "logits are not a linear function of the last hidden state (a soft cap?)"
             )
+
+
+def _call(work: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+    return work(*arguments)
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -120,6 +120,9 @@ _PARALLEL_KEYS = {
 class TrainerConfig(StrictModel):
     """How the policy is trained."""
 
+    loop: bool = True
+    """false: no training loop. The trainer serves the primitives of TrainerService to clients until it is stopped, and
+    publishes weights when it is asked to."""
     backend: Literal["torch", "fsdp", "megatron"] = "torch"
     """"torch": one process. "fsdp": ranks that shard a transformers model. "megatron": megatron-core."""
     parallel: ParallelConfig = ParallelConfig()
