@@ -9,6 +9,7 @@ from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as pb_grpc
 from paceline.rpc import errors
 from paceline.rpc.checks import checked_name
+from paceline.rpc.deadlines import own_seconds
 from services.coordinator import barriers, members, runs, steps, versions, watches
 from services.coordinator.state import Store, Transaction, View
 
@@ -117,9 +118,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             yield response
 
     async def EnterBarrier(self, request: pb.EnterBarrierRequest, context: Any) -> pb.EnterBarrierResponse:
-        remaining = context.time_remaining()
-        # Answer a little before the caller's deadline, so that it reads who is missing and not just that time ran out.
-        seconds = BARRIER_SECONDS if remaining is None else remaining - min(0.5, 0.2 * remaining)
+        seconds = own_seconds(context.time_remaining(), BARRIER_SECONDS)
         return await barriers.enter(self._store, request, seconds)
 
     async def _no_run(self, run_id: str) -> Any:

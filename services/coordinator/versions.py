@@ -90,8 +90,8 @@ async def commit(change: Transaction, request: pb.CommitVersionRequest) -> pb.Co
     change.write("ZADD", change.keys.committed, number, number)
     change.write("SET", change.keys.newest, number)
     change.write("DEL", change.keys.prepared)
+    await _trim(change, await change.number(change.keys.newest), number)
     change.newest = number
-    await _trim(change)
     change.touch("versions")
     return pb.CommitVersionResponse(version=version)
 
@@ -106,6 +106,8 @@ async def report(change: Transaction, weights: weights_pb2.EngineWeights) -> Non
             f"engine {weights.engine_id!r} holds digest {weights.digest!r} as weight version {version.weight_version}, "
             f"which was published as {version.digest!r}; the engine must load it again"
         )
+    if version.weight_version <= await change.number(change.keys.newest) - RETAINED_REPORTS:
+        return  # A late report would make a key anew that nothing removes.
     change.store(weights, change.keys.engines(version.weight_version), weights.engine_id)
     change.touch("engines")
 
@@ -162,10 +164,12 @@ async def _abandon_prepared(change: Transaction) -> None:
     change.write("DEL", change.keys.prepared)
 
 
-async def _trim(change: Transaction) -> None:
-    reports = change.newest - RETAINED_REPORTS if change.newest else 0
-    if reports > 0:
-        change.write("DEL", change.keys.engines(reports))
+async def _trim(change: Transaction, before: int, number: int) -> None:
+    """Remove what is kept no longer when `number` follows `before` as the newest version."""
+    # Numbers that were given up leave gaps, so more than one version can leave the window at once.
+    left = range(max(1, before - RETAINED_REPORTS + 1), min(before, number - RETAINED_REPORTS) + 1)
+    if left:
+        change.write("DEL", *map(change.keys.engines, left))
     excess = await change.read("ZCARD", change.keys.committed) + 1 - RETAINED_VERSIONS
     if excess <= 0:
         return

@@ -11,11 +11,6 @@ import redis.exceptions
 from paceline.ledger import Ledger
 from paceline.rpc import errors
 
-_COUNTS = (
-    "issued", "waiting", "generating", "buffered", "claimed", "trained", "committed", "dead", "refused_stale",
-    "cursor", "total", "in_flight", "balanced",
-)  # fmt: skip
-
 
 class LedgerReader:
     """Reads the account and the histories of groups."""
@@ -26,13 +21,11 @@ class LedgerReader:
     async def account(self) -> dict[str, Any]:
         """The account, with its derived numbers."""
         try:
-            account = await self._ledger.account()
+            return (await self._ledger.account()).summary()
         except errors.FailedPrecondition:
             # Redis was lost and the ledger restored from a checkpoint: it is another one now.
             await self._ledger.attach()
-            account = await self._ledger.account()
-        counts = {name: getattr(account, name) for name in _COUNTS}
-        return {**counts, "dropped": dict(account.dropped), "imbalances": account.imbalances}
+            return (await self._ledger.account()).summary()
 
     async def history(self, group_id: str) -> list[dict[str, Any]]:
         """Events of a group, oldest first; empty when there are none or Redis cannot be reached."""

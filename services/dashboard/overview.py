@@ -186,8 +186,7 @@ def ledger_view(account: dict[str, Any]) -> LedgerView:
     )
     if account["imbalances"]:
         sentence += ": " + "; ".join(account["imbalances"])
-    fields = {key: account[key] for key in LedgerView.model_fields if key in account}
-    return LedgerView(**fields, sentence=sentence)
+    return LedgerView.model_validate({**account, "sentence": sentence})
 
 
 def _awaiting(state: LiveState, members: Sequence[MemberView], waits: Sequence[WaitView]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 RunState = Literal["unknown", "active", "finished", "failed", "stopped"]
 Health = Literal["ok", "starting", "failed", "silent", "left", "lost"]
@@ -78,21 +78,12 @@ class WaitView(BaseModel):
 
 
 class LedgerView(BaseModel):
-    """The account of all prompts."""
+    """The account of all prompts: every number of `paceline.ledger.Account.summary`, and these."""
 
-    issued: int
-    waiting: int
-    generating: int
-    buffered: int
-    claimed: int
-    trained: int
-    committed: int
-    dropped: dict[str, int]
-    dead: int
-    refused_stale: int
-    total: int
-    """Prompts of all epochs."""
+    model_config = ConfigDict(extra="allow")
+
     balanced: bool
+    dead: int
     sentence: str
 
 

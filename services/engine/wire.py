@@ -8,10 +8,10 @@ import numpy as np
 
 from paceline import arrays
 from paceline.api.common.v1 import generation_pb2, sample_pb2
+from paceline.generation import MAX_SAMPLES
 from paceline.rpc import errors
 from services.engine.generation import Piece, Request, Sampling
 
-MAX_SEEDS = 1024
 MAX_TOP_LOGPROBS = 128
 MAX_STOPS = 64
 
@@ -45,8 +45,8 @@ def read_request(message: generation_pb2.GenerationInput, max_sequence_length: i
             f"input.prompt_token_ids has {len(prompt)} tokens and sampling.max_new_tokens is "
             f"{sampling.max_new_tokens}: together over engine.max_sequence_length = {max_sequence_length}"
         )
-    if not 1 <= len(message.seeds) <= MAX_SEEDS:
-        raise errors.InvalidArgument(f"input.seeds has {len(message.seeds)} seeds; ask for 1 to {MAX_SEEDS} samples")
+    if not 1 <= len(message.seeds) <= MAX_SAMPLES:
+        raise errors.InvalidArgument(f"input.seeds has {len(message.seeds)} seeds; ask for 1 to {MAX_SAMPLES} samples")
     if not 0 <= message.num_top_logprobs <= MAX_TOP_LOGPROBS:
         raise errors.InvalidArgument(
             f"input.num_top_logprobs = {message.num_top_logprobs}; it must be 0 to {MAX_TOP_LOGPROBS}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline import arrays
 from paceline.api.common.v1 import generation_pb2 as generation_pb
+from paceline.generation import join_spans, read_output
 from paceline.tokenizer import Detokenizer, Tokenizer
 
 FINISH_REASONS = {
@@ -40,8 +40,8 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     top_token_ids: list[list[int]] = field(default_factory=list)
     top_logprobs: list[list[float]] = field(default_factory=list)
-    spans: list[list[int]] = field(default_factory=list)
-    """[weight_version, num_tokens] over the tokens."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(weight_version, num_tokens) over the tokens."""
     finish_reason: str | None = None
     num_cached_tokens: int = 0
 
@@ -51,28 +51,21 @@ class Choice:
         self._held: list[int] = []
 
     def push(self, output: generation_pb.GenerationOutput) -> Piece:
-        """Add a message and return what is new. ValueError when it does not hold together."""
-        ids = arrays.from_wire(output.token_ids, "token_ids", "int32").tolist()
-        logprobs = arrays.from_wire(output.sampler_logprobs, "sampler_logprobs", "float32", len(ids)).tolist()
-        top_ids: list[list[int]] = []
-        tops: list[list[float]] = []
-        if output.HasField("top_token_ids") and ids:
-            top_ids = arrays.from_wire(output.top_token_ids, "top_token_ids", "int32").tolist()
-            tops = arrays.from_wire(output.top_logprobs, "top_logprobs", "float32").tolist()
+        """Add a message and return what is new. MalformedOutput when it does not hold together."""
+        chunk = read_output(output)
+        ids, logprobs = chunk.token_ids.tolist(), chunk.logprobs.tolist()
+        top_ids = chunk.top_token_ids.tolist() if chunk.top_token_ids is not None else []
+        tops = chunk.top_logprobs.tolist() if chunk.top_logprobs is not None else []
         piece = Piece(self._new_text(ids, output), ids, logprobs, top_ids, tops)
-        if output.HasField("finish"):
-            piece.finish_reason = self.finish_reason = FINISH_REASONS.get(output.finish.reason, "stop")
-            self.num_cached_tokens = output.finish.num_cached_tokens
+        if chunk.finish is not None:
+            piece.finish_reason = self.finish_reason = FINISH_REASONS.get(chunk.finish.reason, "stop")
+            self.num_cached_tokens = chunk.finish.num_cached_tokens
         self.text += piece.text
         self.token_ids += ids
         self.logprobs += logprobs
         self.top_token_ids += top_ids
         self.top_logprobs += tops
-        for span in output.version_spans:
-            if self.spans and self.spans[-1][0] == span.weight_version:
-                self.spans[-1][1] += span.num_tokens
-            elif span.num_tokens:
-                self.spans.append([span.weight_version, span.num_tokens])
+        join_spans(self.spans, chunk.spans)
         return piece
 
     def _new_text(self, ids: list[int], output: generation_pb.GenerationOutput) -> str:

@@ -12,13 +12,12 @@ import grpc.aio
 from paceline.api.reward.v1 import reward_service_pb2 as pb
 from paceline.api.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from paceline.rpc import errors
+from paceline.rpc.deadlines import own_seconds
 from paceline.telemetry import names, tracing
 from services.reward.catalog import Catalog, GraderRequest, KnownGrader
 from services.reward.faults import Faults
 from services.reward.pool import Pool
 from services.reward.scoring import ItemToScore, score
-
-_MARGIN_SECONDS = 0.5
 
 
 class RewardServer(pb_grpc.RewardServiceServicer):
@@ -35,7 +34,7 @@ class RewardServer(pb_grpc.RewardServiceServicer):
         if request.run_id != self._run_id:
             raise errors.InvalidArgument(f"run_id {request.run_id!r} is not this service's run {self._run_id!r}")
         limit = _limit(request.timeout_seconds, self._timeout_seconds)
-        deadline = _deadline(context.time_remaining())
+        deadline = asyncio.get_running_loop().time() + own_seconds(context.time_remaining())
         items = [decode_item(item) for item in request.items]
         requests = [decode_grader(spec, f"graders[{index}]") for index, spec in enumerate(request.graders)]
         graders = await self._catalog.resolve(requests)
@@ -55,13 +54,6 @@ def _limit(asked: float, own: float) -> float:
     if not math.isfinite(asked) or asked < 0:
         raise errors.InvalidArgument(f"timeout_seconds = {asked} must be 0 (the service's own, {own} s) or more")
     return asked or own
-
-
-def _deadline(remaining: float | None) -> float | None:
-    """Event loop time at which an incomplete answer is sent rather than none."""
-    if remaining is None:
-        return None
-    return asyncio.get_running_loop().time() + remaining - min(_MARGIN_SECONDS, 0.1 * remaining)
 
 
 def decode_grader(spec: pb.GraderSpec, where: str) -> GraderRequest:

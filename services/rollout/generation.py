@@ -1,4 +1,4 @@
-"""One request to the router and the sequences that come back, checked and joined: the only parser of engine output."""
+"""One request to the router and the sequences that come back, checked and joined."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from paceline.api.common.v1 import generation_pb2 as pb
 from paceline.api.router.v1 import router_service_pb2 as router_pb
 from paceline.api.router.v1 import router_service_pb2_grpc as router_grpc
 from paceline.config.data import SamplingConfig
+from paceline.generation import MalformedOutput, join_spans, read_output
 from paceline.rpc import errors
 from paceline.weights.gate import admits
 
@@ -93,48 +94,19 @@ class GenerationClient:
 
 def add_output(sequence: Sequence, output: pb.GenerationOutput) -> None:
     """Append what one message brought; what does not hold together becomes the sequence's fault."""
-    tokens: list[int] = []
-    logprobs: list[float] = []
     try:
-        if output.HasField("token_ids"):
-            tokens = arrays.from_wire(output.token_ids, "token_ids", "int32").tolist()
-            logprobs = arrays.from_wire(
-                output.sampler_logprobs, "sampler_logprobs", "float32", length=len(tokens)
-            ).tolist()
-    except ValueError as error:
-        sequence.fault = str(error)
+        chunk = read_output(output)
+    except MalformedOutput as error:
+        sequence.fault = f"the router sent {error}"
         return
-    covered = sum(span.num_tokens for span in output.version_spans)
-    if covered != len(tokens):
-        sequence.fault = f"version spans cover {covered} of {len(tokens)} tokens"
-        return
-    sequence.token_ids += tokens
-    sequence.logprobs += logprobs
-    for span in output.version_spans:
-        _add_span(sequence.spans, span.weight_version, span.num_tokens)
+    sequence.fault = sequence.fault or chunk.fault
+    sequence.token_ids += chunk.token_ids.tolist()
+    sequence.logprobs += chunk.logprobs.tolist()
+    join_spans(sequence.spans, chunk.spans)
     sequence.engine_id = output.engine_id or sequence.engine_id
-    if output.HasField("finish"):
-        sequence.reason = output.finish.reason
-        sequence.num_cached_tokens = output.finish.num_cached_tokens
-        _check(sequence)
-
-
-def _add_span(spans: list[tuple[int, int]], version: int, count: int) -> None:
-    if not count:
-        return
-    if spans and spans[-1][0] == version:
-        spans[-1] = (version, spans[-1][1] + count)
-    else:
-        spans.append((version, count))
-
-
-def _check(sequence: Sequence) -> None:
-    if not np.isfinite(np.asarray(sequence.logprobs)).all():
-        sequence.fault = "a sampler log-probability is not finite"
-    elif any(version < 1 for version, _ in sequence.spans):
-        sequence.fault = f"weight versions {sequence.spans} hold one below 1"
-    elif sequence.token_ids and min(sequence.token_ids) < 0:
-        sequence.fault = f"token id {min(sequence.token_ids)} is negative"
+    if chunk.finish is not None:
+        sequence.reason = chunk.finish.reason
+        sequence.num_cached_tokens = chunk.finish.num_cached_tokens
 
 
 class Deadline:

@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline import arrays
 from paceline.api.common.v1 import generation_pb2 as generation_pb
-from paceline.api.common.v1 import sample_pb2
+from paceline.generation import Chunk, MalformedOutput, read_output, without_first
 
 
 class EngineFault(Exception):
@@ -57,12 +57,13 @@ class SampleProgress:
 
         EngineFault when the message does not hold together; Diverged when it differs from what was sent.
         """
-        tokens = check_output(output)
+        chunk = _read(output)
+        tokens = chunk.token_ids
         if self.finished:
             raise EngineFault(f"sent tokens of sample {self.index} after its finish")
         skip = min(max(len(self.sent) - self.position, 0), len(tokens))
         if skip:
-            self._compare(output, tokens[:skip], skip)
+            self._compare(chunk, skip)
         text_skip = min(max(self.sent_text - self.text_position, 0), len(output.text))
         self.position += len(tokens)
         self.text_position += len(output.text)
@@ -72,10 +73,10 @@ class SampleProgress:
             self.finished = True
         elif skip == len(tokens):
             return None
-        rest = _without(output, tokens, skip, text_skip) if skip or text_skip else output
+        rest = without_first(output, chunk, skip, text_skip) if skip or text_skip else output
         self.sent += tokens[skip:].tolist()
         self.sent_text += len(rest.text)
-        self.versions.update(span.weight_version for span in rest.version_spans if span.num_tokens)
+        self.versions.update(span.weight_version for span in rest.version_spans)
         return rest
 
     def aborted(self, num_prompt_tokens: int) -> generation_pb.GenerationOutput:
@@ -91,57 +92,22 @@ class SampleProgress:
             finish=finish,
         )  # fmt: skip
 
-    def _compare(self, output: generation_pb.GenerationOutput, tokens: np.ndarray, skip: int) -> None:
+    def _compare(self, chunk: Chunk, skip: int) -> None:
         versions, left = set(), skip
-        for span in output.version_spans:
-            if left > 0 and span.num_tokens > 0:
-                versions.add(span.weight_version)
-            left -= span.num_tokens
+        for version, count in chunk.spans:
+            if left > 0:
+                versions.add(version)
+            left -= count
         if versions != self.versions:
             raise Diverged(
                 f"sample {self.index} was begun by {sorted(self.versions)} and repeated by {sorted(versions)}"
             )
-        if tokens.tolist() != self.sent[self.position : self.position + skip]:
+        if chunk.token_ids[:skip].tolist() != self.sent[self.position : self.position + skip]:
             raise Diverged(f"sample {self.index} was repeated with other tokens")
 
 
-def check_output(output: generation_pb.GenerationOutput) -> np.ndarray:
-    """The int32 token ids of a message whose parts have one length; EngineFault names the two numbers otherwise."""
-    if not output.HasField("token_ids"):
-        if output.HasField("finish") and not output.version_spans:
-            return np.zeros(0, np.int32)
-        raise EngineFault("sent a message without token_ids")
+def _read(output: generation_pb.GenerationOutput) -> Chunk:
     try:
-        tokens = arrays.from_wire(output.token_ids, "token_ids", "int32")
-        tokens = arrays.from_wire(output.token_ids, "token_ids", "int32", tokens.size)
-        arrays.from_wire(output.sampler_logprobs, "sampler_logprobs", "float32", tokens.size)
-    except ValueError as error:
-        raise EngineFault(f"sent a malformed message: {error}") from error
-    spanned = sum(span.num_tokens for span in output.version_spans)
-    if spanned != tokens.size or any(span.num_tokens < 0 for span in output.version_spans):
-        raise EngineFault(f"sent {tokens.size} tokens with version spans over {spanned}")
-    return tokens
-
-
-def _without(
-    output: generation_pb.GenerationOutput, tokens: np.ndarray, skip: int, text_skip: int
-) -> generation_pb.GenerationOutput:
-    """A copy of a message without its first tokens and characters."""
-    rest = generation_pb.GenerationOutput()
-    rest.CopyFrom(output)
-    rest.text = output.text[text_skip:]
-    if not skip:
-        return rest
-    rest.token_ids.CopyFrom(arrays.to_wire(tokens[skip:]))
-    for name in ("sampler_logprobs", "top_token_ids", "top_logprobs"):
-        if output.HasField(name):
-            getattr(rest, name).CopyFrom(arrays.to_wire(arrays.from_wire(getattr(output, name), name)[skip:]))
-    del rest.version_spans[:]
-    left = skip
-    for span in output.version_spans:
-        dropped = min(left, span.num_tokens)
-        left -= dropped
-        if span.num_tokens > dropped:
-            kept = sample_pb2.VersionSpan(weight_version=span.weight_version, num_tokens=span.num_tokens - dropped)
-            rest.version_spans.append(kept)
-    return rest
+        return read_output(output)
+    except MalformedOutput as error:
+        raise EngineFault(f"sent {error}") from error

@@ -11,13 +11,12 @@ from paceline import arrays
 from paceline.api.common.v1 import generation_pb2 as generation_pb
 from paceline.api.router.v1 import router_service_pb2 as pb
 from paceline.api.router.v1 import router_service_pb2_grpc as pb_grpc
+from paceline.generation import MAX_SAMPLES
 from paceline.rpc import errors
+from paceline.rpc.deadlines import own_seconds
 from services.router.flights import Flights
 from services.router.placement import Placement
 from services.router.table import EngineTable
-
-MAX_DEADLINE_SECONDS = 24 * 3600.0
-MAX_SAMPLES = 4096
 
 
 class RouterServer(pb_grpc.RouterServiceServicer):
@@ -33,7 +32,7 @@ class RouterServer(pb_grpc.RouterServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         check_input(request.input, self._run_id)
-        deadline = asyncio.get_running_loop().time() + own_time(context.time_remaining())
+        deadline = asyncio.get_running_loop().time() + own_seconds(context.time_remaining())
         flight = await self._flights.open(request.input, deadline)
         # The handler may be suspended in a write when the caller goes; the flight must end nevertheless.
         context.add_done_callback(lambda _: flight.cancel())  # type: ignore[arg-type]
@@ -55,14 +54,6 @@ class RouterServer(pb_grpc.RouterServiceServicer):
                 excluded_reason=self._table.excluded_reason(engine), num_requests=rank.num_requests,
             )  # fmt: skip
         return response
-
-
-def own_time(remaining: float | None) -> float:
-    """Seconds after which the router gives up itself: a little less than the caller has, so that the reason arrives."""
-    if remaining is None:
-        return MAX_DEADLINE_SECONDS
-    remaining = min(remaining, MAX_DEADLINE_SECONDS)
-    return remaining - min(0.5, 0.1 * remaining)
 
 
 def check_input(request: generation_pb.GenerationInput, run_id: str) -> None:

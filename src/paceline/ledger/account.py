@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 IN_FLIGHT = ("waiting", "generating", "buffered", "claimed")
 STATES = (*IN_FLIGHT, "trained", "committed", "dropped", "dead")
@@ -132,6 +133,12 @@ class Account:
     def balanced(self) -> bool:
         """Issued = trained + dropped + dead + in flight; after a recount also that every counter equals it."""
         return not self.imbalances
+
+    def summary(self) -> dict[str, Any]:
+        """Every number, also the derived ones, as JSON values: for what shows or stores an account."""
+        counts = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
+        derived = {name: getattr(self, name) for name in ("total", "in_flight", "exhausted", "balanced", "imbalances")}
+        return {**counts, **derived, "dropped": dict(self.dropped)}
 
     def _recount_faults(self, recount: Mapping[str, int]) -> list[str]:
         counters = {f"n:{state}": getattr(self, state) for state in (*IN_FLIGHT, "committed", "dead")}

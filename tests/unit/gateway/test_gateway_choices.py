@@ -61,7 +61,7 @@ def test_spans_join_and_the_newest_version_counts() -> None:
     choice.push(_output([2, 3], version=4))
     choice.push(_output([4], version=4))
     choice.push(_output([5], generation_pb.FINISH_REASON_STOP, version=5))
-    assert choice.spans == [[4, 3], [5, 1]]
+    assert choice.spans == [(4, 3), (5, 1)]
     assert newest_version([choice]) == 5
     assert usage(7, [choice, choice])["total_tokens"] == 15
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import arrays
 from paceline.api.common.v1 import generation_pb2 as generation_pb
-from services.router.progress import Diverged, EngineFault, SampleProgress, check_output
+from services.router.progress import Diverged, EngineFault, SampleProgress
 
 STOP = generation_pb.FINISH_REASON_STOP
 
@@ -89,10 +89,10 @@ def test_tokens_after_the_end_are_a_fault() -> None:
 
 def test_parts_of_different_length_are_a_fault_with_both_numbers() -> None:
     with pytest.raises(EngineFault, match="3 tokens with version spans over 2"):
-        check_output(_output([1, 2, 3], [(1, 2)]))
+        SampleProgress(0, 7).accept(_output([1, 2, 3], [(1, 2)]))
     short = _output([1, 2, 3])
     short.sampler_logprobs.CopyFrom(arrays.to_wire(np.zeros(2, np.float32)))
     with pytest.raises(EngineFault, match=r"\[2\], expected \[3\]"):
-        check_output(short)
+        SampleProgress(0, 7).accept(short)
     with pytest.raises(EngineFault, match="without token_ids"):
-        check_output(generation_pb.GenerationOutput(text="x"))
+        SampleProgress(0, 7).accept(generation_pb.GenerationOutput(text="x"))
