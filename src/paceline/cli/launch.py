@@ -13,13 +13,15 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.cli.observe import Observer
 from paceline.cli.progress import Progress
 from paceline.config import ConfigError, RunFile, load_run_file
 from paceline.config.check import check
+from paceline.config.errors import EXIT_CONFIG
 from paceline.launcher.launcher import Launcher
 from paceline.launcher.lock import lock_directory
-from paceline.launcher.process import EXIT_CONFIG, StartFailed
+from paceline.launcher.process import StartFailed
 
 INTERRUPTED = 130
 LAST_RECORDS_SECONDS = 5.0
@@ -95,7 +97,7 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
             return EXIT_CONFIG if _refused(launcher) else 1
         await observer.poll_members()
         await finish(launcher, observer, time.monotonic() - began)
-        return 0
+        return _end(console, observer.view.run)
     except StartFailed as error:
         console.print("[red]could not start:[/]", escape(str(error)), highlight=False, soft_wrap=True)
         return EXIT_CONFIG if _refused(launcher) else 1
@@ -103,6 +105,16 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
         if observer is not None:
             await observer.close()
         await launcher.stop()
+
+
+def _end(console: Console, run: pb.Run | None) -> int:
+    """Say how a run ended that did not end as it was meant to; the exit code."""
+    if run is None or run.state == pb.RUN_STATE_FINISHED:
+        return 0
+    failed = run.state == pb.RUN_STATE_FAILED
+    head = "[red]the run has failed:[/]" if failed else "the run was stopped:"
+    console.print(head, escape(run.reason), highlight=False, soft_wrap=True)
+    return 1 if failed else 0
 
 
 def _refused(launcher: Launcher) -> bool:
@@ -166,7 +178,10 @@ async def _watch(
         if not (outcome.done() or stop.done()):
             background[1].result()
         if outcome.done() and outcome.result() and not until_done:
-            progress.message("the run has finished; services stay up until Ctrl-C")
+            await asyncio.wait({background[0]}, timeout=LAST_RECORDS_SECONDS)
+            run = observer.view.run
+            failed = f"has failed ({run.reason})" if run and run.state == pb.RUN_STATE_FAILED else "has finished"
+            progress.message(f"the run {failed}; services stay up until Ctrl-C")
             failing = asyncio.create_task(launcher.failed.wait())
             await asyncio.wait({stop, failing}, return_when=asyncio.FIRST_COMPLETED)
             failing.cancel()

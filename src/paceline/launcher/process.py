@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.errors import EXIT_CONFIG as EXIT_CONFIG  # also known under this module's name
 from paceline.rpc.announcement import read_announcement
 
 log = logging.getLogger(__name__)
