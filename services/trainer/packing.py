@@ -62,8 +62,7 @@ def common_prefix(group: Group) -> int:
 def rows_of(group: Group, first_index: int, hidden_size: int, share_prefix: bool = True) -> list[Row]:
     """Rows of a group whose datums have the indices from `first_index` on.
 
-    One shared row when that costs less than a row a datum, else a row a datum. Cost of a row of T tokens, up to a
-    factor: T * hidden * 12 for the linear layers and T^2 for attention, which in a shared row is over all siblings.
+    One shared row when that costs less than a row a datum, else a row a datum; see row_cost.
     """
     lengths = [len(datum.token_ids) for datum in group]
     plain = [Row((first_index + i,), 0, length) for i, length in enumerate(lengths)]
@@ -71,14 +70,27 @@ def rows_of(group: Group, first_index: int, hidden_size: int, share_prefix: bool
     if not share_prefix or len(group) < 2 or prefix == 0:
         return plain
     width = prefix + sum(length - prefix for length in lengths)
-
-    def cost(tokens: int) -> int:
-        return tokens * hidden_size * 12 + tokens * tokens
-
-    if cost(width) >= sum(cost(length) for length in lengths):
+    if row_cost(width, hidden_size) >= sum(row_cost(length, hidden_size) for length in lengths):
         return plain
     members = tuple(range(first_index, first_index + len(group)))
     return [Row(members, prefix, width)]
+
+
+def row_cost(tokens: int, hidden_size: int) -> int:
+    """Operations of a row up to a factor: T * hidden * 12 in the linear layers and T^2 in attention.
+
+    In a shared row attention is over all siblings.
+    """
+    return tokens * hidden_size * 12 + tokens * tokens
+
+
+def empty_batch() -> PackedBatch:
+    """One token that predicts nothing: what a rank without work puts through the model beside the others."""
+    nothing = np.zeros(0, np.int64)
+    return PackedBatch(
+        np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), None, nothing, nothing, nothing, nothing,
+        np.zeros(0, np.float32),
+    )  # fmt: skip
 
 
 def pack(rows: Sequence[Row], data: Sequence[Datum], every_token: bool = False) -> PackedBatch:
