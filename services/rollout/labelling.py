@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.api.common.v1 import reward_pb2
 from paceline.config.data import DataConfig
 from paceline.ids import sample_id
 from paceline.prompts.source import Prompt
@@ -159,8 +160,13 @@ def _continuation(prompt: Prompt, head: list[Message], completion: Any, field: s
     )
 
 
-def given_sample(task: GroupTask, index: int, example: Labelled, tokenizer: Tokenizer) -> Sample:
-    """The sample of a labelled example. It has no reward, and no engine gave its tokens a log-probability."""
+def given_sample(
+    task: GroupTask, index: int, example: Labelled, tokenizer: Tokenizer, label: float | None = None
+) -> Sample:
+    """The sample of a labelled example: no engine gave its tokens a log-probability.
+
+    A preference's label is its reward; other examples have none.
+    """
     name = sample_id(task.group_id, index)
     mask = np.asarray(example.learned, dtype=np.uint8)
     learned = [token for token, wanted in zip(example.token_ids, example.learned, strict=True) if wanted]
@@ -169,4 +175,5 @@ def given_sample(task: GroupTask, index: int, example: Labelled, tokenizer: Toke
         sampler_logprobs=np.zeros(len(mask), dtype=np.float32), version_spans=[(GIVEN_VERSION, len(learned))],
         status=TRUNCATED if example.truncated else COMPLETED, temperature=1.0,
         text=tokenizer.decode(learned, skip_special=True),
+        reward=reward_pb2.Reward() if label is None else reward_pb2.Reward(value=label),
     )  # fmt: skip

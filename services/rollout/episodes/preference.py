@@ -10,10 +10,13 @@ from paceline.samples import Sample
 from services.rollout.episodes.base import EpisodeContext, GroupTask, Refused
 from services.rollout.labelling import Labeller, given_sample
 
+CHOSEN, REJECTED = 1.0, -1.0
+"""The labels, by whose sign the loss tells the two apart."""
+
 
 @registry("episode").register("preference")
 class Preference:
-    """Two samples a group that share the prompt: the chosen one first, then the rejected one.
+    """Two samples a group that share the prompt: the chosen one, with the reward 1, and the rejected one, with -1.
 
     Both are texts or lists of messages; a list may begin with the prompt's messages. Only what follows the prompt is
     learned.
@@ -46,4 +49,8 @@ class Preference:
             examples.append(self._labeller.example(prompt, completion, field))
         if examples[0].token_ids == examples[1].token_ids:
             raise Refused("no_preference", f"example {prompt.prompt_id}: both completions are the same tokens")
-        return [given_sample(task, index, example, self._tokenizer) for index, example in enumerate(examples)]
+        labelled = zip(examples, (CHOSEN, REJECTED), strict=True)
+        return [
+            given_sample(task, index, example, self._tokenizer, label)
+            for index, (example, label) in enumerate(labelled)
+        ]
