@@ -2,29 +2,37 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 MODEL ?= smollm2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup quickstart test test-all lint format protos bench up compose-test clean
+.PHONY: help install setup quickstart test test-all lint format protos bench up compose-test clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
+# Two stamps: what a run needs, and on top of it what working on Paceline needs.
 $(BIN)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[all,dev]'
+	$(INSTALL) -e '.[all]'
 	touch $@
 
-setup: $(BIN)/.ready  ## Install everything into .venv
+$(BIN)/.ready-dev: $(BIN)/.ready
+	$(INSTALL) -e '.[all,dev]'
+	touch $@
+
+install: $(BIN)/.ready  ## Install what runs need into .venv
+
+setup: $(BIN)/.ready-dev  ## Install everything into .venv, tools for working on it included
 
 ifeq ($(MODEL),sort4)
-quickstart: setup  ## Train a real small language model, from nothing to a table of results
+quickstart: install  ## Train a real small language model, from nothing to a table of results
 	paceline run examples/sort4/run.toml --fresh
 else
-quickstart: setup  ## Train a real small language model, from nothing to a table of results
+quickstart: install  ## Train a real small language model, from nothing to a table of results
 	python scripts/fetch_smollm2.py
 	paceline run examples/quickstart/run.toml --fresh $(ARGS)
 endif
@@ -65,7 +73,7 @@ bench: setup  ## The benchmarks behind the README's table
 	python benchmarks/engine.py
 	python benchmarks/loop.py
 
-up: setup  ## Start every service of the quickstart and keep them up
+up: install  ## Start every service of the quickstart and keep them up
 	paceline up examples/quickstart/run.toml
 
 compose-test: setup  ## Build the images and run them with a real container engine

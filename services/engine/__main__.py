@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from paceline.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
 from paceline.config import make_plugin
+from paceline.rpc.ending import run_is_over
 from paceline.rpc.runtime import ServiceContext, run_service
 from paceline.weights.transports.base import Transport
 from services.engine.agent import WeightAgent
@@ -39,6 +40,16 @@ async def start(context: ServiceContext) -> None:
     )
     context.on_stop(backend.close)
     context.spawn("engine", _run(context, backend, agent))
+    if context.place.parent_pid is None:
+        # Attached by hand: nobody else tells it that its run is over.
+        context.spawn("end of the run", _leave_with_run(context))
+
+
+async def _leave_with_run(context: ServiceContext) -> None:
+    activity = context.status.activity("run")
+    reason = await run_is_over(context.coordinator(), context.run_id, activity)
+    context.request_stop(0, reason)
+    await asyncio.Event().wait()
 
 
 async def _run(context: ServiceContext, backend: EngineBackend, agent: WeightAgent) -> None:

@@ -223,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
         snapshot, model = self.saved
         if lost:
             self.do(self.client.delete(*all_keys(self.run_id)))
-            with pytest.raises(errors.FailedPrecondition, match="is gone"):
+            with pytest.raises(errors.FailedPrecondition, match="has no ledger"):
                 self.do(self.ledger.account())
             self.model = model.restored()
         assert self.do(self.ledger.restore(snapshot)) == lost

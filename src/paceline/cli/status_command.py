@@ -13,7 +13,7 @@ from rich.table import Table
 from paceline.api.common.v1 import status_service_pb2 as status_pb2
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.cli.audit_command import show_account
-from paceline.cli.observe import Observer
+from paceline.cli.observe import Observer, RunView
 from paceline.cli.runs import KnownRun, add_run_argument, find_run
 
 _BACKGROUND = ("membership", "leases", "version watch")
@@ -55,7 +55,7 @@ async def _show(known: KnownRun, everything: bool, console: Console) -> int:
         )  # fmt: skip
         return 1
     if observer.view.members:
-        console.print(_member_table(observer, everything))
+        console.print(member_table(observer.view, everything))
         console.print()
     if known.ready:
         return await show_account(known, console, recount=False)
@@ -71,7 +71,7 @@ def _starting(known: KnownRun) -> str:
     )
 
 
-def _member_table(observer: Observer, everything: bool) -> Table:
+def member_table(view: RunView, everything: bool) -> Table:
     """One line a process where it is busy; where it waits, one a cause. The text takes what the terminal has."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("process", "state"):
@@ -79,8 +79,8 @@ def _member_table(observer: Observer, everything: bool) -> Table:
     for name in ("weights", "since"):
         table.add_column(name, no_wrap=True, justify="right")
     table.add_column("does, or [yellow]waits for[/]", ratio=1)
-    for name, member in sorted(observer.view.members.items()):
-        status = observer.view.statuses.get(name)
+    for name, member in sorted(view.members.items()):
+        status = view.statuses.get(name)
         version = str(member.weight_version) if member.weight_version else ""
         if status is None:
             table.add_row(name, "[red]silent[/]", version, "", "no answer within a second")

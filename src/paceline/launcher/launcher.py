@@ -69,8 +69,8 @@ class Launcher:
         for item in await asyncio.to_thread(leftovers.remove):
             self._notify(f"removed {item.path}, {item.num_bytes / 2**20:.0f} MiB of the run in {item.run_directory}")
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
-        self._write("config.json", self.config.model_dump_json(indent=2))
         self._write_addresses()
+        self._write("config.json", self.config.model_dump_json(indent=2))
         if not self.config.launcher.redis_url:
             await self._start_redis()
         for service in self._services:

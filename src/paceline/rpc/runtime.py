@@ -56,6 +56,7 @@ class ServiceContext:
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._stopping = asyncio.Event()
         self.exit_code = 0
+        self._reason = ""
 
     @property
     def incarnation(self) -> str:
@@ -88,9 +89,10 @@ class ServiceContext:
         """Call at the end, last added first."""
         self._closers.append(closer)
 
-    def request_stop(self, exit_code: int = 0) -> None:
-        """End the process in order."""
+    def request_stop(self, exit_code: int = 0, reason: str = "") -> None:
+        """End the process in order; the reason is its last line."""
         self.exit_code = exit_code
+        self._reason = reason
         self._stopping.set()
 
     async def serve(self, start: Callable[[ServiceContext], Awaitable[None]]) -> int:
@@ -109,6 +111,8 @@ class ServiceContext:
             await self._supervise()
         finally:
             await self._close()
+        if self._reason:
+            log.info("%s ends: %s", self.member_id, self._reason)
         return self.exit_code
 
     def _announce(self, address: str) -> None:

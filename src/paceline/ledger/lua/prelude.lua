@@ -51,8 +51,8 @@ end
 local function need_ledger()
   local id = call('HGET', META, 'ledger_id')
   if not id then
-    refuse('FAILED_PRECONDITION', 'ledger of run ' .. RUN .. ' is gone (the run is still starting, or Redis lost its data)'
-      .. '; restart the trainer to restore it from the last checkpoint')
+    refuse('FAILED_PRECONDITION', 'run ' .. RUN .. ' has no ledger yet; rollout makes it when it has read the data. '
+      .. 'Where steps were trained Redis has lost it: restart the trainer, which restores it from the last checkpoint')
   elseif LEDGER_ID ~= '' and id ~= LEDGER_ID then
     refuse('FAILED_PRECONDITION', 'ledger of run ' .. RUN .. ' was replaced after Redis lost its data; what this '
       .. 'process holds is void: restart it')
