@@ -25,15 +25,11 @@ from paceline.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
 from paceline.rpc import errors
 from paceline.rpc.client import open_channel
 from paceline.rpc.members import MemberWatch
-from paceline.rpc.membership import RUN_ENDED
 from paceline.rpc.status import Activity, StatusBoard
+from paceline.rpc.steps import StepWatch
 from services.dashboard.state import FollowedMember, LiveState, Source
 from services.dashboard.store import FleetSample, StepRow, Store
 
-STREAM_SECONDS = 600.0
-"""Streams are opened anew after this long, so that none is trusted for ever."""
-SILENT_SECONDS = 30.0
-"""WatchSteps sends a note at least every 10 s; silence for this long means that the stream is dead."""
 STATUS_SECONDS = 1.0
 _BATCH = 500
 _KINDS = {pb.RECORD_KIND_TRAIN: "train", pb.RECORD_KIND_EVALUATION: "evaluation"}
@@ -63,9 +59,7 @@ class Follower:
         activity = self._board.activity("steps")
         while True:
             async with self._attempt(self._state.steps_source, activity, "coordinator"):
-                await self._read_steps(activity)
-            ended = self._state.run is not None and self._state.run.state in RUN_ENDED
-            await asyncio.sleep(5 * self._every if ended else self._every / 2)
+                await self._read_steps(StepWatch(self._stub, self._state.run_id, activity), activity)
 
     async def follow_members(self) -> None:
         """The membership into the live state."""
@@ -76,11 +70,12 @@ class Follower:
 
     async def poll_members(self) -> None:
         """Status of every process and load of every engine, once a second."""
-        watch = self._board.activity("members")
+        watches = {"members": self._state.members_source, "steps": self._state.steps_source}
         while True:
-            # MemberWatch never fails; what keeps it from its stream stands in its activity only.
-            if watch.waiting_for:
-                self._state.members_source.failed(watch.waiting_for)
+            # A watch never fails; what keeps it from its stream stands in its activity only.
+            for name, source in watches.items():
+                if cause := self._board.activity(name).waiting_for:
+                    source.failed(cause)
             live = [item for item in self._state.members.values() if item.gone_since is None]
             await asyncio.gather(*map(self._poll, live))
             await self._close_unused()
@@ -108,30 +103,33 @@ class Follower:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _read_steps(self, activity: Activity) -> None:
-        """One stream from its first record on: a resumed run may have replaced any of them while we were away."""
-        incoming: asyncio.Queue[pb.WatchStepsResponse | None] = asyncio.Queue(2 * _BATCH)
+    async def _read_steps(self, watch: StepWatch, activity: Activity) -> None:
+        """What comes while a batch is stored makes the next one."""
+        incoming: asyncio.Queue[pb.WatchStepsResponse] = asyncio.Queue(2 * _BATCH)
 
         async def pump() -> None:
-            request = pb.WatchStepsRequest(run_id=self._state.run_id)
-            try:
-                async for response in self._stub.WatchSteps(request, timeout=STREAM_SECONDS):
-                    await incoming.put(response)
-            finally:
-                # The reader may be gone, and then nobody makes room.
-                if not incoming.full():
-                    incoming.put_nowait(None)
+            async for response in watch:
+                await incoming.put(response)
 
-        reading = asyncio.create_task(pump())
-        try:
-            while (batch := await _batch(incoming)) is not None:
+        async def store() -> None:
+            while True:
+                batch = [await incoming.get()]
+                while len(batch) < _BATCH and not incoming.empty():
+                    batch.append(incoming.get_nowait())
                 self._state.steps_source.reached()
                 _does(activity, "following step records")
                 await self._take(batch)
-            await reading
+
+        tasks = {asyncio.create_task(pump()), asyncio.create_task(store())}
+        try:
+            # Neither ends but by an error.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take(self, batch: list[pb.WatchStepsResponse]) -> None:
         rows = []
@@ -172,7 +170,7 @@ class Follower:
             item.source.reached()
         except grpc.aio.AioRpcError as error:
             item.load = None
-            item.source.failed(_say(error))
+            item.source.failed(errors.last_cause(error))
 
     async def _sample(self, live: list[FollowedMember]) -> None:
         ranks = [item.load.ranks for item in live if item.member.service == "engine" and item.load is not None]
@@ -213,7 +211,7 @@ class Follower:
         except grpc.aio.AioRpcError as error:
             # Our own limit on a stream is no failure of the other side.
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or not source.ok:
-                failure = _say(error)
+                failure = errors.last_cause(error)
         except (errors.PacelineError, redis.exceptions.RedisError, OSError, TimeoutError) as error:
             failure = str(error) or "no answer in time"
         if failure:
@@ -222,36 +220,10 @@ class Follower:
                 await asyncio.sleep(self._every / 2)
 
 
-def _say(error: grpc.aio.AioRpcError) -> str:
-    """The code and the last cause; gRPC puts a long list of attempts before it."""
-    cause = (error.details() or "no details").rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
-    return f"{error.code().name}: {cause}"
-
-
 def _does(activity: Activity, doing: str) -> None:
     """Say what is done, without a new start of the same."""
     if activity.doing != doing:
         activity.set(doing)
-
-
-async def _batch(incoming: asyncio.Queue[pb.WatchStepsResponse | None]) -> list[pb.WatchStepsResponse] | None:
-    """What has come, at least one; None at the end. Unavailable when nothing comes for SILENT_SECONDS."""
-    try:
-        async with asyncio.timeout(SILENT_SECONDS):
-            first = await incoming.get()
-    except TimeoutError as error:
-        raise errors.Unavailable(f"the step stream has been silent for {SILENT_SECONDS:.0f} s") from error
-    if first is None:
-        return None
-    batch = [first]
-    while len(batch) < _BATCH and not incoming.empty():
-        item = incoming.get_nowait()
-        if item is None:
-            # Seen again by the next call.
-            incoming.put_nowait(None)
-            break
-        batch.append(item)
-    return batch
 
 
 def _row(record: pb.StepRecord) -> StepRow:

@@ -12,10 +12,9 @@ from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.weights.v1 import weights_pb2
 from paceline.ids import new_id
 from paceline.rpc import errors
-from paceline.rpc.following import STREAM_SECONDS, follow
-from paceline.rpc.membership import RUN_ENDED
 from paceline.rpc.patience import until_available
 from paceline.rpc.status import Activity
+from paceline.rpc.steps import StepWatch
 from services.trainer.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -106,23 +105,25 @@ class Control:
         """Wait until evaluations of `step` are recorded, at most `seconds`; returns the names still missing."""
         missing = set(wanted)
 
-        def open_stream() -> Any:
-            request = pb.WatchStepsRequest(run_id=self._run_id, start_step=step)
-            return self._stub.WatchSteps(request, timeout=STREAM_SECONDS)
-
+        watch = StepWatch(self._stub, self._run_id, self._activity, step)
         cause = f"rollout: evaluation {', '.join(sorted(wanted))} of step {step}"
         try:
             async with asyncio.timeout(seconds):
                 with self._activity.waiting(cause, seconds):
-                    async for response in follow(open_stream, self._activity, "coordinator, WatchSteps"):
+                    async for response in watch.until_ended():
                         record = response.record
                         if record.kind == pb.RECORD_KIND_EVALUATION and record.step == step:
                             missing.discard(record.name)
-                        if not missing or response.run.state in RUN_ENDED:
+                        if not missing or watch.ended:
                             break
         except TimeoutError:
             log.info("gave up after %g s: %s", seconds, cause)
         return missing
+
+    async def wait_for_end(self) -> None:
+        """Until the run is ended, by whomever."""
+        async for _ in StepWatch(self._stub, self._run_id, self._activity).until_ended():
+            pass
 
     async def finish(self, reason: str, failed: bool = False) -> None:
         """The run has reached its end."""

@@ -14,7 +14,8 @@ from paceline.api.common.v1 import status_service_pb2_grpc as status_grpc
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2_grpc as coordinator_grpc
 from paceline.rpc.client import open_channel
-from paceline.rpc.following import STREAM_SECONDS
+from paceline.rpc.status import Activity
+from paceline.rpc.steps import StepWatch
 
 STATUS_SECONDS = 0.8
 
@@ -65,18 +66,11 @@ class Observer:
 
     async def follow_steps(self) -> AsyncIterator[pb.StepRecord]:
         """Every record until the run has ended, old ones first; one that a replay changed comes again."""
-        while True:
-            request = pb.WatchStepsRequest(run_id=self._run_id, start_step=0)
-            try:
-                async for response in self._coordinator.WatchSteps(request, timeout=STREAM_SECONDS):
-                    if response.HasField("run"):
-                        self.view.run = response.run
-                    if response.HasField("record") and self._keep(response.record):
-                        yield response.record
-            except grpc.aio.AioRpcError:
-                await asyncio.sleep(0.3)  # the coordinator restarts; the stream is asked for again from the start
-            else:
-                return
+        watch = StepWatch(self._coordinator, self._run_id, Activity("steps"))
+        async for response in watch.until_ended():
+            self.view.run = watch.run
+            if response.HasField("record") and self._keep(response.record):
+                yield response.record
 
     def _keep(self, record: pb.StepRecord) -> bool:
         """Put a record into the view; False when it was there as it is."""

@@ -102,6 +102,12 @@ def from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
     return kind(error.details() or error.code().name, delay)
 
 
+def last_cause(error: grpc.aio.AioRpcError) -> str:
+    """The code and the last cause in one line; gRPC puts a long list of attempts before it."""
+    cause = (error.details() or "no details").rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+    return f"{error.code().name}: {cause}"
+
+
 def translate(error: BaseException) -> PacelineError | None:
     """The PacelineError for an exception whose meaning is known everywhere, else None."""
     if isinstance(error, PacelineError):

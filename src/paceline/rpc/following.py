@@ -29,10 +29,13 @@ _FATAL = (
 )
 
 
-async def follow(open_stream: Callable[[], Any], activity: Activity, source: str) -> AsyncIterator[Any]:
+async def follow(
+    open_stream: Callable[[], Any], activity: Activity, source: str, complete: Callable[[], bool] = lambda: False
+) -> AsyncIterator[Any]:
     """Messages of `open_stream()` for ever. It is called again whenever the stream breaks and says where to go on.
 
-    PacelineError passes for what a new try cannot mend: OUT_OF_RANGE and wrong requests.
+    A stream that ends in order while `complete()` holds ends the messages. PacelineError passes for what a new try
+    cannot mend: OUT_OF_RANGE and wrong requests.
     """
     pause = _PAUSE_SECONDS[0]
     while True:
@@ -46,6 +49,8 @@ async def follow(open_stream: Callable[[], Any], activity: Activity, source: str
                 pause = _PAUSE_SECONDS[0]
                 yield message
         except StopAsyncIteration:
+            if complete():
+                return
             pause = max(pause, 1.0)
         except TimeoutError:
             cause = f"{source}: silent for {SILENCE_SECONDS:g} s"
@@ -53,7 +58,7 @@ async def follow(open_stream: Callable[[], Any], activity: Activity, source: str
         except grpc.aio.AioRpcError as error:
             if error.code() in _FATAL:
                 raise errors.from_rpc(error) from error
-            cause = f"{source}: {error.code().name}: {error.details()}"
+            cause = f"{source}: {errors.last_cause(error)}"
         finally:
             call.cancel()
         with activity.waiting(cause, pause):
