@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-_CHUNK_ELEMENTS = 2**23
-"""Logits held at once; bounds memory to a few times 32 MiB."""
+_CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**29}
+"""Logits held at once by kind of device: a few times 32 MiB that fit a cache, or a few times 1 GiB for few launches."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def top_logprobs(hidden: Tensor, head: Tensor, factor: Tensor, k: int) -> tuple[
 
 
 def _parts(count: int, head: Tensor) -> Iterator[slice]:
-    size = max(1, _CHUNK_ELEMENTS // head.shape[0])
+    size = max(1, _CHUNK_ELEMENTS.get(head.device.type, 2**23) // head.shape[0])
     for start in range(0, count, size):
         yield slice(start, start + size)
 
@@ -72,15 +73,50 @@ def _softmax_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def _logits(hidden: Tensor, head: Tensor, factor: Tensor) -> Tensor:
-    logits = linear(hidden, head).to(_softmax_type(hidden.dtype))
-    return logits.mul_(factor.unsqueeze(1))
+    return _scaled(linear(hidden, head), factor)
 
 
-def _gradient_of_logits(probabilities: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-    """scale * (onehot - p), in place. `scale` is [n]: factor, times the incoming gradient where it is known."""
-    gradient = probabilities.neg_()
-    gradient.scatter_add_(1, targets.unsqueeze(1), torch.ones_like(scale).unsqueeze(1))
-    return gradient.mul_(scale.unsqueeze(1))
+def _scaled(products: Tensor, factor: Tensor) -> Tensor:
+    """In the type of the factor, whatever that of the products."""
+    return products * factor.unsqueeze(1)
+
+
+def _visit(products: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalizer [n], entropy [n] and probabilities [n, V] of rows of logits."""
+    logits = _scaled(products, factor)
+    normalizer = logits.logsumexp(1)
+    probabilities = (logits - normalizer.unsqueeze(1)).exp_()
+    return normalizer, normalizer - torch.linalg.vecdot(probabilities, logits), probabilities
+
+
+def _statistics(products: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Without the probabilities, which a fused kernel then never writes."""
+    return _visit(products, factor)[:2]
+
+
+def _probabilities(products: Tensor, factor: Tensor, normalizer: Tensor, scale: Tensor) -> Tensor:
+    """scale p, in the type of the products."""
+    logits = _scaled(products, factor)
+    return logits.sub_(normalizer.unsqueeze(1)).exp_().mul_(scale.unsqueeze(1)).to(products.dtype)
+
+
+@cache
+def _fused(work: Callable[..., Any]) -> Callable[..., Any]:
+    """One kernel in place of ten that each read all logits. Only for CUDA: a CPU finds chunks in its cache."""
+    return torch.compile(work, dynamic=True)
+
+
+def _on(device: torch.device, work: Callable[..., Any]) -> Callable[..., Any]:
+    return _fused(work) if device.type == "cuda" else work
+
+
+def _with_targets(scaled: Tensor, targets: Tensor, logprobs: Tensor, scale: Tensor) -> Tensor:
+    """scale * (onehot - p) from scale * p, in place; 1 - p of the target keeps its digits where p nears 1.
+
+    `scale` is [n]: factor, times the incoming gradient where it is known.
+    """
+    of_target = (-logprobs.expm1() * scale).to(scaled.dtype)
+    return scaled.neg_().scatter_(1, targets.unsqueeze(1), of_target.unsqueeze(1))
 
 
 class _TokenScores(torch.autograd.Function):
@@ -100,20 +136,25 @@ class _TokenScores(torch.autograd.Function):
         extra = entropy_gradient or chosen.shape[1] > 0
         direct = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1] and not extra
         jacobian = torch.empty_like(hidden) if direct else None
+        normalizers, statistics = torch.empty_like(logprobs), _on(hidden.device, _statistics)
         for part in _parts(len(hidden), head):
-            logits = _logits(hidden[part], head, factor[part])
-            normalizer = logits.logsumexp(1)
-            logprobs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - normalizer
-            of_chosen[part] = logits.gather(1, chosen[part]) - normalizer.unsqueeze(1)
-            probabilities = (logits - normalizer.unsqueeze(1)).exp_()
-            entropy[part] = normalizer - torch.linalg.vecdot(probabilities, logits)
-            if jacobian is not None:
-                gradient = _gradient_of_logits(probabilities, targets[part], factor[part])
-                jacobian[part] = gradient.to(head.dtype) @ head
+            products = linear(hidden[part], head)
+            wanted = torch.cat([targets[part].unsqueeze(1), chosen[part]], 1)
+            found = products.gather(1, wanted).to(kind) * factor[part].unsqueeze(1)
+            scaled: Tensor | None = None
+            if jacobian is None:
+                normalizers[part], entropy[part] = statistics(products, factor[part])
+            else:
+                normalizers[part], entropy[part], probabilities = _visit(products, factor[part])
+                scaled = probabilities.mul_(factor[part].unsqueeze(1)).to(head.dtype)
+            found -= normalizers[part].unsqueeze(1)
+            logprobs[part], of_chosen[part] = found[:, 0], found[:, 1:]
+            if jacobian is not None and scaled is not None:
+                jacobian[part] = _with_targets(scaled, targets[part], logprobs[part], factor[part]) @ head
         if jacobian is not None:
             ctx.save_for_backward(jacobian)
         else:
-            ctx.save_for_backward(hidden, head, targets, factor, chosen, entropy)
+            ctx.save_for_backward(hidden, head, targets, factor, chosen, entropy, normalizers, logprobs)
         ctx.direct, ctx.entropy_gradient = direct, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -125,20 +166,21 @@ class _TokenScores(torch.autograd.Function):
         if ctx.direct:
             (jacobian,) = ctx.saved_tensors
             return (jacobian * incoming.unsqueeze(1)).to(jacobian.dtype), None, None, None, None, None
-        hidden, head, targets, factor, chosen, entropy = ctx.saved_tensors
+        hidden, head, targets, factor, chosen, entropy, normalizers, logprobs = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head, dtype=factor.dtype) if ctx.needs_input_grad[1] else None
         for part in _parts(len(hidden), head):
-            logits = _logits(hidden[part], head, factor[part])
+            products = linear(hidden[part], head)
             if ctx.entropy_gradient or chosen.shape[1]:
                 gradient = _gradient_of_all(
-                    logits, targets[part], chosen[part], entropy[part], incoming[part], of_chosen[part],
-                    of_entropy[part] if ctx.entropy_gradient else None,
+                    _scaled(products, factor[part]), targets[part], chosen[part], entropy[part], incoming[part],
+                    of_chosen[part], of_entropy[part] if ctx.entropy_gradient else None,
                 )  # fmt: skip
                 gradient = gradient.mul_(factor[part].unsqueeze(1)).to(head.dtype)
             else:
                 scale = factor[part] * incoming[part]
-                gradient = _gradient_of_logits(logits.softmax(1), targets[part], scale).to(head.dtype)
+                scaled = _on(head.device, _probabilities)(products, factor[part], normalizers[part], scale)
+                gradient = _with_targets(scaled, targets[part], logprobs[part], scale)
             if grad_hidden is not None:
                 grad_hidden[part] = gradient @ head
             if grad_head is not None:
