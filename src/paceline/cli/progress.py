@@ -74,8 +74,11 @@ class Progress:
         body.add_column(style="dim")
         body.add_column(no_wrap=True, overflow="ellipsis")
         if newest is not None:
-            rewards = view.values(names.REWARD_MEAN)
-            body.add_row("reward", f"[green]{sparkline(rewards)}[/] {rewards[-1]:.3f}" if rewards else "none yet")
+            rewards, losses = view.values(names.REWARD_MEAN), view.values(names.LOSS)
+            if rewards or names.REWARD_MISSING in newest.values:
+                body.add_row("reward", f"[green]{sparkline(rewards)}[/] {rewards[-1]:.3f}" if rewards else "none yet")
+            elif losses:
+                body.add_row("loss", f"[green]{sparkline(losses)}[/] {losses[-1]:.4f}")
             body.add_row("this step", _figures(newest))
         for (name, at), record in sorted(view.evaluations.items())[-2:]:
             body.add_row("evaluation", f"{name} at step {at}: {record.values.get(names.REWARD_MEAN, float('nan')):.3f}")
@@ -92,7 +95,8 @@ def _figures(record: pb.StepRecord) -> str:
     values = record.values
     parts = []
     for label, key, form in (
-        ("loss", names.LOSS, ".4f"), ("entropy", names.ENTROPY, ".3f"), ("grad", names.GRAD_NORM, ".2f"),
+        ("loss", names.LOSS, ".4f"), ("accuracy", names.PREFERENCE_ACCURACY, ".3f"),
+        ("margin", names.PREFERENCE_MARGIN, ".3f"), ("entropy", names.ENTROPY, ".3f"), ("grad", names.GRAD_NORM, ".2f"),
         ("gap", names.LOGPROB_GAP_MEAN, ".4f"), ("stale", names.STALENESS_MAX, ".0f"),
     ):  # fmt: skip
         if key in values:
@@ -105,10 +109,16 @@ def _figures(record: pb.StepRecord) -> str:
 def _line(record: pb.StepRecord, total: int) -> str:
     missing = int(record.values.get(names.REWARD_MISSING, 0))
     reward = f"reward {record.values[names.REWARD_MEAN]:.3f}" if names.REWARD_MEAN in record.values else "reward none"
+    if record.kind == pb.RECORD_KIND_TRAIN and names.REWARD_MISSING not in record.values:
+        # Labelled examples and preferences have no reward, and no engine waits for a version of the weights.
+        tokens = int(record.values.get(names.TOKENS_TRAINED, 0))
+        rate = record.values.get(names.LEARNING_RATE, 0.0)
+        return f"step {record.step}/{total}  {_figures(record)}  {tokens} tokens  rate {rate:.2g}"
     if record.kind == pb.RECORD_KIND_EVALUATION:
         return f"step {record.step}/{total}  evaluation {record.name}: {reward}"
     if missing:
         reward += f" ({missing} samples without one)"
     if not record.values.get(names.OPTIMIZER_UPDATES, 1):
         reward += "  nothing to learn from"
-    return f"step {record.step}/{total}  {reward}  {_figures(record)}  version {record.weight_version}"
+    version = f"  version {record.weight_version}" if record.weight_version else ""
+    return f"step {record.step}/{total}  {reward}  {_figures(record)}{version}"

@@ -10,6 +10,7 @@ from rich.console import Console
 from paceline.cli import summary
 from paceline.cli.launch import add_launch_arguments, prepare, run_launcher, say, shown
 from paceline.cli.observe import Observer
+from paceline.config.kinds import is_generated
 from paceline.launcher.launcher import Launcher
 from paceline.ledger import Ledger
 
@@ -37,8 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
         if exported.exists():
             say(console, f"exported model: {shown(exported)}")
         say(console, f"figures: {shown(path)}")
-        say(
-            console, f"talk to the model: paceline up {shown(config.directory / 'config.json')}, then any OpenAI client"
-        )
+        if is_generated(config):
+            again = shown(config.directory / "config.json")
+            say(console, f"talk to the model: paceline up {again}, then any OpenAI client")
+        elif config.evaluation:
+            say(console, f"evaluate the model: paceline eval {shown(config.directory)}")
 
     return asyncio.run(run_launcher(config, console, until_done=True, finish=finish))

@@ -32,7 +32,7 @@ def summarize(view: RunView, account: Account, seconds: float) -> dict[str, Any]
 
     None stands for what was not measured: a run without any reward has no mean of them.
     """
-    rewards = view.values(names.REWARD_MEAN)
+    rewards, losses = view.values(names.REWARD_MEAN), view.values(names.LOSS)
     generated, busy = 0.0, 0.0
     for status in view.statuses.values():
         if status is not None and status.service == "engine":
@@ -45,6 +45,9 @@ def summarize(view: RunView, account: Account, seconds: float) -> dict[str, Any]
         "reason": view.run.reason if view.run else "",
         "reward_first": _mean(rewards[:FIRST_STEPS]),
         "reward_last": _mean(rewards[-LAST_STEPS:]),
+        "loss_first": _mean(losses[:FIRST_STEPS]),
+        "loss_last": _mean(losses[-LAST_STEPS:]),
+        "preference_accuracy_last": _mean(view.values(names.PREFERENCE_ACCURACY)[-LAST_STEPS:]),
         "seconds": seconds,
         "steps": len(view.records),
         "generated_tokens_per_second": generated / busy if busy else None,
@@ -89,12 +92,16 @@ def show(console: Console, summary: dict[str, Any], view: RunView) -> None:
     if summary["reward_first"] is None:
         missing = sum(view.values(names.REWARD_MISSING))
         reward = f"[red]none: {missing:,.0f} trajectories, each without one[/]" if missing else "none"
-    table.add_row("reward", reward)
+    if view.values(names.REWARD_MISSING):
+        table.add_row("reward", reward)
+    else:
+        _add_losses(table, summary)
     for (name, step), record in sorted(view.evaluations.items()):
         table.add_row(f"evaluation {name}, step {step}", _figure(record.values.get(names.REWARD_MEAN), ".2f"))
     table.add_row("steps", f"{summary['steps']} in {summary['seconds']:.0f} s, the start of the services included")
-    table.add_row("generation", f"{_figure(summary['generated_tokens_per_second'], '.0f')} tokens/s of engine time")
-    table.add_row("training", f"{_figure(summary['train_tokens_per_second'], '.0f')} sampled tokens/s of trainer time")
+    if generated := summary["generated_tokens_per_second"]:
+        table.add_row("generation", f"{generated:.0f} tokens/s of engine time")
+    table.add_row("training", f"{_figure(summary['train_tokens_per_second'], '.0f')} trained tokens/s of trainer time")
     phases = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["seconds_by_phase"].items())
     table.add_row("trainer's time", phases)
     gap = ", ".join(
@@ -103,8 +110,9 @@ def show(console: Console, summary: dict[str, Any], view: RunView) -> None:
             ("mean", "logprob_gap_mean", ".4f"), ("max", "logprob_gap_max", ".3f"), ("KL", "sampler_kl", ".5f"),
         )
     )  # fmt: skip
-    table.add_row("sampler to policy log-probabilities", gap)
-    table.add_row("largest staleness", str(summary["staleness_max"]))
+    if summary["logprob_gap_mean"] is not None:
+        table.add_row("sampler to policy log-probabilities", gap)
+        table.add_row("largest staleness", str(summary["staleness_max"]))
     balance = "balances" if summary["ledger_balanced"] else "[red]does not balance[/]"
     table.add_row(
         "ledger",
@@ -113,3 +121,11 @@ def show(console: Console, summary: dict[str, Any], view: RunView) -> None:
         f"{summary['prompts_in_flight']} in flight",
     )
     console.print(table)
+
+
+def _add_losses(table: Table, summary: dict[str, Any]) -> None:
+    """What a run of labelled examples or preferences came to."""
+    first, last = _figure(summary["loss_first"], ".4f"), _figure(summary["loss_last"], ".4f")
+    table.add_row("loss", f"{first} (first {FIRST_STEPS} steps) to [bold]{last}[/] (last {LAST_STEPS} steps)")
+    if summary["preference_accuracy_last"] is not None:
+        table.add_row("preferences", f"{summary['preference_accuracy_last']:.2f} rated right (last {LAST_STEPS} steps)")
