@@ -30,7 +30,7 @@ setup: $(BIN)/.ready-dev  ## Install everything into .venv, tools for working on
 
 ifeq ($(MODEL),sort4)
 quickstart: install  ## Train a real small language model, from nothing to a table of results
-	paceline run examples/sort4/run.toml --fresh
+	paceline run examples/sort4/run.toml --fresh $(ARGS)
 else
 quickstart: install  ## Train a real small language model, from nothing to a table of results
 	python scripts/fetch_smollm2.py

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,38 @@ def test_every_address_that_a_service_may_ask_for_is_set() -> None:
             assert 'PACELINE_ADVERTISE="$$HOSTNAME:50051"' in command
         elif service != "coordinator":
             assert environment["PACELINE_ADVERTISE"] == f"{service}:50051"
+
+
+def test_what_refuses_its_configuration_is_not_started_again_and_again(tmp_path: Path) -> None:
+    """A restart policy tells no exit codes apart, so the service itself stays until it is stopped."""
+    name = "PACELINE_WHEN_REFUSED"
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("[rum]\n")
+    for service in SERVICES:
+        assert COMPOSE[service]["restart"] in ("unless-stopped", "on-failure")
+        environment = {**os.environ, name: COMPOSE[service]["environment"][name]}
+    for words, reason in (
+        ([str(wrong)], "unknown key 'rum'"),
+        (["run.toml", "--no-such-flag"], "unrecognized arguments"),
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.reward", *words],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        said = ""
+        while name not in said:
+            line = process.stderr.readline()
+            assert line, f"it ended: {said}"
+            said += line
+        assert reason in said
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(20) == 2
+        process.stderr.close()
 
 
 def test_the_command_is_a_run_file_that_parses(monkeypatch: pytest.MonkeyPatch) -> None:

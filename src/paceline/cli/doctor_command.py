@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.config import ConfigError
+from paceline.launcher import leftovers
 from paceline.launcher.redis_server import find_server
 
 Finding = tuple[str, str, str]
@@ -26,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    findings = [_python(), *_packages(), _redis(), _memory(), _shared_memory(), _disk(), _loopback(), _threads()]
+    findings = [_python(), *_packages(), _redis(), _memory(), _shared_memory(), *_leftovers()]
+    findings += [_disk(), _loopback(), _threads()]
     table = Table(box=None, pad_edge=False, show_header=False)
     colours = {"ok": "green", "note": "yellow", "fail": "red"}
     for mark, what, detail in findings:
@@ -80,6 +82,22 @@ def _shared_memory() -> Finding:
     free = shutil.disk_usage(path).free / 2**20
     mark = "ok" if free > 600 else "note"
     return (mark, "/dev/shm", f"{free:.0f} MiB free; a published version takes the size of the model or adapter")
+
+
+def _leftovers() -> list[Finding]:
+    """Weights in memory of runs that were killed."""
+    unmarked = [
+        ("note", "left in memory", f"{path} does not say of which run it is; remove it when nothing runs here")
+        for path in leftovers.unmarked()
+    ]
+    return unmarked + [
+        (
+            "note", "left in memory",
+            f"{item.path}: {item.num_bytes / 2**20:.0f} MiB of the run in {item.run_directory}, which was killed; the "
+            "next `paceline run` of anything removes it",
+        )
+        for item in leftovers.find()
+    ]  # fmt: skip
 
 
 def _disk() -> Finding:

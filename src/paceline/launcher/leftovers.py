@@ -32,6 +32,11 @@ def find(memory: Path | None = None) -> list[Leftover]:
     return [item for item in found if item is not None]
 
 
+def unmarked(memory: Path | None = None) -> list[Path]:
+    """Folders of ours in memory that do not say to which run they belong, so that only a person can know."""
+    return [path for path in sorted((memory or shm.MEMORY).glob("paceline-*")) if shm.owner(path) is None]
+
+
 def _look(path: Path) -> Leftover | None:
     run_directory = shm.owner(path)
     try:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ from paceline.telemetry import tracing
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
+WHEN_REFUSED = "PACELINE_WHEN_REFUSED"
 _CANCEL_SECONDS = 3.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class ServiceContext:
@@ -122,7 +126,7 @@ class ServiceContext:
 
     async def _supervise(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self.request_stop)
         tasks = {asyncio.create_task(work, name=name) for name, work in self._tasks}
         tasks.add(asyncio.create_task(self._stopping.wait(), name="stop"))
@@ -164,7 +168,11 @@ def run_service(service: str, start: Callable[[ServiceContext], Awaitable[None]]
     parser.add_argument("run_file", type=Path, help="run file (TOML), or the resolved config.json of a run")
     parser.add_argument("overrides", nargs="*", help="key=value, as in trainer.optimizer.learning_rate=1e-4")
     Place.add_arguments(parser)
-    arguments = parser.parse_intermixed_args()
+    try:
+        arguments = parser.parse_intermixed_args()
+    except SystemExit as error:
+        _refused(int(error.code or 0))
+        raise
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s"
     )
@@ -181,7 +189,19 @@ def run_service(service: str, start: Callable[[ServiceContext], Awaitable[None]]
     except (ConfigError, InsecureListen) as error:
         print(f"{service}: {error}", file=sys.stderr)
         code = EXIT_CONFIG
+    _refused(code)
     sys.exit(code)
+
+
+def _refused(code: int) -> None:
+    """Under a supervisor that starts again whatever ends, wait to be stopped: a new start would be refused alike."""
+    if code != EXIT_CONFIG or os.environ.get(WHEN_REFUSED) != "wait":
+        return
+    told = threading.Event()
+    for number in _STOP_SIGNALS:
+        signal.signal(number, lambda *_: told.set())
+    print(f"{WHEN_REFUSED}=wait: not started again by itself; mend it and start it anew", file=sys.stderr, flush=True)
+    told.wait()
 
 
 async def _serve(

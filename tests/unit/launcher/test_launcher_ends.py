@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import doctor_command
 from paceline.config import ConfigError, RunFile, load_run_file
 from paceline.launcher import leftovers
 from paceline.launcher.launcher import Launcher
 from paceline.launcher.lock import is_locked, lock_directory
 from paceline.weights.manifest import Manifest
+from paceline.weights.transports import shm
 from paceline.weights.transports.shm import Shm
 
 
@@ -97,6 +100,20 @@ def test_only_what_no_launcher_and_no_process_holds_is_left_over(tmp_path: Path)
     shutil.rmtree(tmp_path / "run")
     assert leftovers.remove(memory) == [found]
     assert [path.name for path in memory.iterdir()] == ["paceline-foreign-123456789abc"]
+
+
+def test_doctor_reports_what_a_killed_run_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = tmp_path / "memory"
+    held = publish(memory, tmp_path / "run")
+    monkeypatch.setattr(shm, "MEMORY", memory)
+    monkeypatch.setenv("COLUMNS", "250")
+    doctor_command.run(argparse.Namespace())
+    assert str(held.root) not in capsys.readouterr().out
+    held.release()
+    doctor_command.run(argparse.Namespace())
+    assert f"{held.root}: 0 MiB of the run in {tmp_path / 'run'}, which was killed" in capsys.readouterr().out
 
 
 def test_a_reader_holds_the_folder_and_a_publisher_makes_it_again(tmp_path: Path) -> None:

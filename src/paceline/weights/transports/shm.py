@@ -60,10 +60,14 @@ class Shm(Disk):
         """As Disk; when nothing is to be kept the folder goes too."""
         if not keep and self._in_memory:
             (self.root / _OWNER).unlink(missing_ok=True)
-            if self._held is not None:
-                os.close(self._held)
-                self._held = None
+            self.release()
         return super().collect(keep)
+
+    def release(self) -> None:
+        """Hold the folder no longer. The end of the process does the same."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def _hold(self, make: bool) -> None:
         while self._in_memory and not self._holds():
@@ -76,8 +80,7 @@ class Shm(Disk):
                     return
                 continue
             fcntl.flock(folder, fcntl.LOCK_SH)
-            if self._held is not None:
-                os.close(self._held)
+            self.release()
             self._held = folder
         if make and self._in_memory:
             (self.root / _OWNER).write_text(str(self._run_directory))
