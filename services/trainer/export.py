@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline.config import ConfigError, load_run_file
+from paceline.config.trainer import ParallelConfig
 from paceline.plugins import registry
 from paceline.rpc.errors import PacelineError
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, step_name
@@ -36,9 +37,9 @@ def export(config_path: Path, out: Path, step: int) -> Checkpoint:
     if checkpoint is None:
         raise ConfigError(f"run {config.run.name!r} has no checkpoint in {config.directory / 'checkpoints'} yet")
     torch.set_num_threads(config.trainer.threads)
-    backend = registry("train_backend").load(config.trainer.backend)(
-        Path(config.model.path), config.trainer, config.run.seed
-    )
+    # One process can hold what ranks wrote: a state is the same whatever the number of ranks.
+    alone = config.trainer.model_copy(update={"backend": "torch", "parallel": ParallelConfig(), "device": "cpu"})
+    backend = registry("train_backend").load("torch")(Path(config.model.path), alone, config.run.seed)
     backend.load_state(checkpoint.directory, optimizer=False)
     export_run(backend, out, checkpoint.step, checkpoint.weight_version)
     return checkpoint

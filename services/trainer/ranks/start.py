@@ -62,6 +62,8 @@ class Ranks:
         self._store: Any = None
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._stopping = False
+        self.one_died = False
+        self._started = asyncio.Event()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -71,6 +73,7 @@ class Ranks:
     async def start(self, argv: Sequence[str]) -> None:
         """Start `argv` once for each other rank, unless torchrun did. From the main thread: see die_with_parent."""
         if self._seat.size == 1 or self._seat.by_torchrun:
+            self._started.set()
             return
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             _LOOPBACK, 0, self._seat.size, is_master=True, wait_for_workers=False
@@ -85,6 +88,7 @@ class Ranks:
             self._processes[rank] = await asyncio.create_subprocess_exec(
                 *argv, env=env, stdin=asyncio.subprocess.DEVNULL
             )
+        self._started.set()
 
     def join(self) -> World:
         """Meet the others. Runs in the torch thread."""
@@ -94,6 +98,7 @@ class Ranks:
 
     async def watch(self) -> None:
         """Return when the ranks were stopped; RankDied when one ended before."""
+        await self._started.wait()
         waits = {asyncio.create_task(item.wait()): rank for rank, item in self._processes.items()}
         if not waits:
             await asyncio.Event().wait()
@@ -104,6 +109,7 @@ class Ranks:
                 task.cancel()
         if self._stopping:
             return
+        self.one_died = True
         end_by_deadline()
         told = ", ".join(f"rank {waits[task]} {_how(task.result())}" for task in done)
         raise RankDied(
