@@ -90,7 +90,7 @@ class Publisher:
             number = version.weight_version
             span.set_attribute(names.ATTRIBUTE_WEIGHT_VERSION, number)
             if committed:
-                if not await asyncio.to_thread(self._is_there, version):
+                if not await asyncio.to_thread(self.holds, version):
                     await self._place_patiently(snapshot, number)
             else:
                 uri = await self._place_patiently(snapshot, number)
@@ -117,7 +117,8 @@ class Publisher:
             with_place(error, stage)
             raise
 
-    def _is_there(self, version: WeightVersion) -> bool:
+    def holds(self, version: WeightVersion) -> bool:
+        """Whether the bytes of a version are there, whole."""
         try:
             directory = self._transport.open(version.uri)
             manifest = Manifest.read(directory)

@@ -35,7 +35,7 @@ def check(config: RunFile, data: bool = True) -> None:
                 "(`make quickstart` fetches SmolLM2 into models/)"
             )
             break
-    if data and not faults:
+    if data and config.trainer.loop and not faults:
         check_data(config)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -44,13 +44,14 @@ def check(config: RunFile, data: bool = True) -> None:
 def plugin_tables(config: RunFile) -> list[tuple[str, PluginTable, str]]:
     """Every plug-in table of a run file with its kind and its key."""
     tables: list[tuple[str, PluginTable, str]] = [
-        ("source", config.data.source, "data.source"),
         ("episode", config.rollout.episode, "rollout.episode"),
         ("estimator", config.trainer.estimator, "trainer.estimator"),
         ("loss", config.trainer.loss, "trainer.loss"),
         ("policy", config.router.policy, "router.policy"),
         ("transport", config.weights.transport, "weights.transport"),
     ]
+    if config.trainer.loop:
+        tables.append(("source", config.data.source, "data.source"))
     tables += [("correction", item, f"trainer.corrections.{i}") for i, item in enumerate(config.trainer.corrections)]
     tables += [("filter", item, f"rollout.filters.{i}") for i, item in enumerate(config.rollout.filters)]
     tables += [("grader", item, f"reward.graders.{i}") for i, item in enumerate(config.reward.graders)]

@@ -16,9 +16,19 @@ RECORDED = "recorded"
 """Name of the source, and of the episode, of groups that an earlier run dumped."""
 EPISODES = {"sft": "supervised", "dpo": "preference", RECORDED: RECORDED}
 LOSSES = {"sft": "cross_entropy", "dpo": "dpo"}
+PAIR_AGGREGATION = "seq_mean_token_sum"
+"""The aggregation under which a pair counts once, whatever its length."""
 EVALUATING = ("coordinator", "reward", "engine", "router", "rollout")
 """What an evaluation of a checkpoint starts."""
 
+NO_DATA = "none"
+"""Name of the source where there is no data."""
+_PRIMITIVES = ("coordinator", "dashboard", "engine", "router", "gateway", "trainer")
+_NO_LOOP = (
+    "run.kind", "data", "rollout", "evaluation", "reward", "trainer.estimator", "trainer.loss", "trainer.aggregation",
+    "trainer.updates_per_step", "trainer.checkpoint_every", "trainer.export", "trainer.kl_coefficient",
+    "trainer.behaviour", "trainer.corrections",
+)  # fmt: skip
 _WITHOUT_ENGINES = ("coordinator", "dashboard", "rollout", "trainer")
 _OPTIONAL = ("gateway", "dashboard")
 _NOTHING_SAMPLED = "nothing is sampled: the samples are given"
@@ -35,12 +45,12 @@ _OF_SAMPLES = (
 
 def is_generated(config: RunFile) -> bool:
     """Whether engines generate the run's samples while it trains."""
-    return config.run.kind == "rl" and config.data.source.name != RECORDED
+    return config.trainer.loop and config.run.kind == "rl" and config.data.source.name != RECORDED
 
 
 def services_of(config: RunFile) -> tuple[str, ...]:
     """The services that the run needs, in the order in which they start."""
-    needed = SERVICES if is_generated(config) else _WITHOUT_ENGINES
+    needed = SERVICES if is_generated(config) else _WITHOUT_ENGINES if config.trainer.loop else _PRIMITIVES
     return tuple(
         name for name in SERVICES if name in needed and (name not in _OPTIONAL or getattr(config, name).enabled)
     )
@@ -49,6 +59,8 @@ def services_of(config: RunFile) -> tuple[str, ...]:
 def inapplicable(config: RunFile) -> dict[str, str]:
     """Keys that mean nothing in a run of this kind, with the reason."""
     kind = config.run.kind
+    if not config.trainer.loop:
+        return dict.fromkeys(_NO_LOOP, "clients train, over TrainerService")
     keys: dict[str, str] = {}
     if kind == "rl":
         keys |= dict.fromkeys(("data.max_example_tokens", "data.overlong"), _GIVEN_ONLY)
@@ -68,6 +80,8 @@ def inapplicable(config: RunFile) -> dict[str, str]:
 def with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
     """A raw run file in which the plug-ins that follow from the kind are named."""
     kind = _get(raw, "run", "kind") or "rl"
+    if _get(raw, "trainer", "loop") is False:
+        return _set_default(raw, "data", "source", {"name": NO_DATA})
     if kind == "rl" and _get(raw, "data", "source", "name") == RECORDED:
         kind = RECORDED
         raw = _set_default(raw, "data", "shuffle", False)
@@ -75,15 +89,22 @@ def with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
         raw = _name_plugin(raw, "rollout", "episode", EPISODES[kind])
     if kind in LOSSES:
         raw = _name_plugin(raw, "trainer", "loss", LOSSES[kind])
-    return raw
+    return _set_default(raw, "trainer", "aggregation", PAIR_AGGREGATION) if kind == "dpo" else raw
 
 
 def check_kind(config: RunFile) -> None:
     """ValueError for a key that was set and does not apply, or that a run of this kind lacks."""
     for key, reason in inapplicable(config).items():
-        if _is_set(config, key):
+        if _is_set(config, key) and not (key == "data" and config.data.source.name == NO_DATA):
             raise ValueError(f"{key} does not apply with {_words(config)}: {reason}; leave it out")
+    if not config.trainer.loop:
+        return
     _check_plugins(config)
+    if config.run.kind == "dpo" and config.trainer.aggregation != PAIR_AGGREGATION:
+        raise ValueError(
+            f'trainer.aggregation = "{config.trainer.aggregation}" does not apply with run.kind = "dpo": its loss is a '
+            "mean over pairs; leave it out"
+        )
     if (is_generated(config) or config.evaluation) and not config.reward.graders:
         raise ValueError(
             "reward.graders is empty; name at least one grader, as in [[reward.graders]] name = 'exact_match'"
@@ -98,6 +119,8 @@ def check_kind(config: RunFile) -> None:
 
 def _words(config: RunFile) -> str:
     """The setting that made the run what it is."""
+    if not config.trainer.loop:
+        return "trainer.loop = false"
     return f'data.source = "{RECORDED}"' if _variety(config) == RECORDED else f'run.kind = "{config.run.kind}"'
 
 

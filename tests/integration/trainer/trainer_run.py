@@ -143,3 +143,13 @@ async def start_run(
 
 def exported(run: Run) -> bytes:
     return (run.directory / "export" / "model.safetensors").read_bytes()
+
+
+async def wait_for_state(address: str, state: str) -> None:
+    """Until the process at this address says that it is in this state."""
+    async with asyncio.timeout(END_SECONDS), open_channel(address) as channel:
+        stub: Any = status_grpc.StatusServiceStub(channel)
+        while True:
+            if (await stub.GetStatus(status_pb2.GetStatusRequest(), **CALL)).state == state:
+                return
+            await asyncio.sleep(0.05)

@@ -396,6 +396,59 @@ class LoadCheckpointResponse(_message.Message):
 Global___LoadCheckpointResponse: _TypeAlias = LoadCheckpointResponse  # noqa: Y015
 
 @_typing.final
+class PublishWeightsRequest(_message.Message):
+    """PublishWeightsRequest publishes a slot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    slot: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        slot: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishWeightsRequest: _TypeAlias = PublishWeightsRequest  # noqa: Y015
+
+@_typing.final
+class PublishWeightsResponse(_message.Message):
+    """PublishWeightsResponse names the version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.int
+    step: _builtins.int
+    """Optimizer steps that the weights contain."""
+    digest: _builtins.str
+    """Of the content, as engines report it."""
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.int = ...,
+        step: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishWeightsResponse: _TypeAlias = PublishWeightsResponse  # noqa: Y015
+
+@_typing.final
 class ExportModelRequest(_message.Message):
     """ExportModelRequest exports a slot."""
 

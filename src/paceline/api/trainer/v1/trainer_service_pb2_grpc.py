@@ -26,11 +26,14 @@ if _version_not_supported:
 
 
 class TrainerServiceStub:
-    """TrainerService offers the four primitives of training on a policy slot. The reinforcement-learning loop of the
-    trainer process is one client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION.
+    """TrainerService offers the primitives of training on a policy slot. The training loop of the trainer process is one
+    client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION. With trainer.loop = false
+    there is no loop, and the slot belongs to the clients of this service for as long as the process runs.
 
-    Mutating requests carry request_id: a repeat returns the first answer and changes nothing. RESOURCE_EXHAUSTED means
-    that the request is over the message or token limit and names it.
+    Mutating requests carry request_id: a repeat returns the first answer and changes nothing, as long as the process
+    lives. A trainer that was started again holds the model of the run file until LoadCheckpoint; its incarnation in the
+    membership differs. RESOURCE_EXHAUSTED means that the request is over the message or token limit, or that the disk is
+    full, and says which.
     """
 
     def __init__(self, channel):
@@ -64,6 +67,11 @@ class TrainerServiceStub:
                 request_serializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.LoadCheckpointRequest.SerializeToString,
                 response_deserializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.LoadCheckpointResponse.FromString,
                 _registered_method=True)
+        self.PublishWeights = channel.unary_unary(
+                '/paceline.api.trainer.v1.TrainerService/PublishWeights',
+                request_serializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PublishWeightsRequest.SerializeToString,
+                response_deserializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PublishWeightsResponse.FromString,
+                _registered_method=True)
         self.ExportModel = channel.unary_unary(
                 '/paceline.api.trainer.v1.TrainerService/ExportModel',
                 request_serializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ExportModelRequest.SerializeToString,
@@ -72,11 +80,14 @@ class TrainerServiceStub:
 
 
 class TrainerServiceServicer:
-    """TrainerService offers the four primitives of training on a policy slot. The reinforcement-learning loop of the
-    trainer process is one client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION.
+    """TrainerService offers the primitives of training on a policy slot. The training loop of the trainer process is one
+    client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION. With trainer.loop = false
+    there is no loop, and the slot belongs to the clients of this service for as long as the process runs.
 
-    Mutating requests carry request_id: a repeat returns the first answer and changes nothing. RESOURCE_EXHAUSTED means
-    that the request is over the message or token limit and names it.
+    Mutating requests carry request_id: a repeat returns the first answer and changes nothing, as long as the process
+    lives. A trainer that was started again holds the model of the run file until LoadCheckpoint; its incarnation in the
+    membership differs. RESOURCE_EXHAUSTED means that the request is over the message or token limit, or that the disk is
+    full, and says which.
     """
 
     def Forward(self, request, context):
@@ -111,6 +122,15 @@ class TrainerServiceServicer:
 
     def LoadCheckpoint(self, request, context):
         """LoadCheckpoint replaces the slot by a checkpoint. NOT_FOUND lists what can be loaded; DATA_LOSS names a torn part.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishWeights(self, request, context):
+        """PublishWeights makes the slot's weights a weight version, which engines apply and requests can ask for by
+        exact_version. It returns when the version is committed; engines apply it at their own time. The pending gradient
+        stays. Weights that equal the newest version of the same step keep its number. ABORTED: another trainer took over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,6 +171,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.LoadCheckpointRequest.FromString,
                     response_serializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.LoadCheckpointResponse.SerializeToString,
             ),
+            'PublishWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishWeights,
+                    request_deserializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PublishWeightsRequest.FromString,
+                    response_serializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PublishWeightsResponse.SerializeToString,
+            ),
             'ExportModel': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportModel,
                     request_deserializer=paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ExportModelRequest.FromString,
@@ -165,11 +190,14 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
-    """TrainerService offers the four primitives of training on a policy slot. The reinforcement-learning loop of the
-    trainer process is one client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION.
+    """TrainerService offers the primitives of training on a policy slot. The training loop of the trainer process is one
+    client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION. With trainer.loop = false
+    there is no loop, and the slot belongs to the clients of this service for as long as the process runs.
 
-    Mutating requests carry request_id: a repeat returns the first answer and changes nothing. RESOURCE_EXHAUSTED means
-    that the request is over the message or token limit and names it.
+    Mutating requests carry request_id: a repeat returns the first answer and changes nothing, as long as the process
+    lives. A trainer that was started again holds the model of the run file until LoadCheckpoint; its incarnation in the
+    membership differs. RESOURCE_EXHAUSTED means that the request is over the message or token limit, or that the disk is
+    full, and says which.
     """
 
     @staticmethod
@@ -297,6 +325,33 @@ class TrainerService:
             '/paceline.api.trainer.v1.TrainerService/LoadCheckpoint',
             paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.LoadCheckpointRequest.SerializeToString,
             paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.LoadCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.api.trainer.v1.TrainerService/PublishWeights',
+            paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PublishWeightsRequest.SerializeToString,
+            paceline_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PublishWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,11 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """TrainerService offers the four primitives of training on a policy slot. The reinforcement-learning loop of the
-    trainer process is one client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION.
+    """TrainerService offers the primitives of training on a policy slot. The training loop of the trainer process is one
+    client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION. With trainer.loop = false
+    there is no loop, and the slot belongs to the clients of this service for as long as the process runs.
 
-    Mutating requests carry request_id: a repeat returns the first answer and changes nothing. RESOURCE_EXHAUSTED means
-    that the request is over the message or token limit and names it.
+    Mutating requests carry request_id: a repeat returns the first answer and changes nothing, as long as the process
+    lives. A trainer that was started again holds the model of the run file until LoadCheckpoint; its incarnation in the
+    membership differs. RESOURCE_EXHAUSTED means that the request is over the message or token limit, or that the disk is
+    full, and says which.
     """
 
     @_typing.overload
@@ -52,16 +55,24 @@ class TrainerServiceStub:
     """SaveCheckpoint writes parameters and optimizer state atomically and returns the place."""
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]
     """LoadCheckpoint replaces the slot by a checkpoint. NOT_FOUND lists what can be loaded; DATA_LOSS names a torn part."""
+    PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.PublishWeightsRequest, _trainer_service_pb2.PublishWeightsResponse]
+    """PublishWeights makes the slot's weights a weight version, which engines apply and requests can ask for by
+    exact_version. It returns when the version is committed; engines apply it at their own time. The pending gradient
+    stays. Weights that equal the newest version of the same step keep its number. ABORTED: another trainer took over.
+    """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]
     """ExportModel writes the slot as a Hugging Face model folder, merged, with its tokenizer."""
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """TrainerService offers the four primitives of training on a policy slot. The reinforcement-learning loop of the
-    trainer process is one client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION.
+    """TrainerService offers the primitives of training on a policy slot. The training loop of the trainer process is one
+    client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION. With trainer.loop = false
+    there is no loop, and the slot belongs to the clients of this service for as long as the process runs.
 
-    Mutating requests carry request_id: a repeat returns the first answer and changes nothing. RESOURCE_EXHAUSTED means
-    that the request is over the message or token limit and names it.
+    Mutating requests carry request_id: a repeat returns the first answer and changes nothing, as long as the process
+    lives. A trainer that was started again holds the model of the run file until LoadCheckpoint; its incarnation in the
+    membership differs. RESOURCE_EXHAUSTED means that the request is over the message or token limit, or that the disk is
+    full, and says which.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -79,15 +90,23 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """SaveCheckpoint writes parameters and optimizer state atomically and returns the place."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
     """LoadCheckpoint replaces the slot by a checkpoint. NOT_FOUND lists what can be loaded; DATA_LOSS names a torn part."""
+    PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.PublishWeightsRequest, _trainer_service_pb2.PublishWeightsResponse]  # type: ignore[assignment]
+    """PublishWeights makes the slot's weights a weight version, which engines apply and requests can ask for by
+    exact_version. It returns when the version is committed; engines apply it at their own time. The pending gradient
+    stays. Weights that equal the newest version of the same step keep its number. ABORTED: another trainer took over.
+    """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]  # type: ignore[assignment]
     """ExportModel writes the slot as a Hugging Face model folder, merged, with its tokenizer."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """TrainerService offers the four primitives of training on a policy slot. The reinforcement-learning loop of the
-    trainer process is one client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION.
+    """TrainerService offers the primitives of training on a policy slot. The training loop of the trainer process is one
+    client of them; while it runs, calls that change a slot it owns are FAILED_PRECONDITION. With trainer.loop = false
+    there is no loop, and the slot belongs to the clients of this service for as long as the process runs.
 
-    Mutating requests carry request_id: a repeat returns the first answer and changes nothing. RESOURCE_EXHAUSTED means
-    that the request is over the message or token limit and names it.
+    Mutating requests carry request_id: a repeat returns the first answer and changes nothing, as long as the process
+    lives. A trainer that was started again holds the model of the run file until LoadCheckpoint; its incarnation in the
+    membership differs. RESOURCE_EXHAUSTED means that the request is over the message or token limit, or that the disk is
+    full, and says which.
     """
 
     @_abc_1.abstractmethod
@@ -133,6 +152,17 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_service_pb2.LoadCheckpointResponse]]:
         """LoadCheckpoint replaces the slot by a checkpoint. NOT_FOUND lists what can be loaded; DATA_LOSS names a torn part."""
+
+    @_abc_1.abstractmethod
+    def PublishWeights(
+        self,
+        request: _trainer_service_pb2.PublishWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.PublishWeightsResponse, _abc.Awaitable[_trainer_service_pb2.PublishWeightsResponse]]:
+        """PublishWeights makes the slot's weights a weight version, which engines apply and requests can ask for by
+        exact_version. It returns when the version is committed; engines apply it at their own time. The pending gradient
+        stays. Weights that equal the newest version of the same step keep its number. ABORTED: another trainer took over.
+        """
 
     @_abc_1.abstractmethod
     def ExportModel(
