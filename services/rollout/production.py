@@ -189,12 +189,14 @@ class Production:
         return await until_available(call, "Redis", lambda cause: self._board.waiting(group_id, cause))
 
     async def _listen(self) -> None:
-        """Ring for every change of the ledger: groups were claimed, refused, or came back."""
+        """Ring when groups were claimed, trained, refused, or came back; not for each of the many that are put."""
         activity = self._status.activity("ledger")
         token = ""
         while True:
             token = await until_available(
-                lambda token=token: self._ledger.wait_change(token, _LISTEN_SECONDS), "Redis", activity.waiting
+                lambda token=token: self._ledger.wait_change(token, _LISTEN_SECONDS, openings=True),
+                "Redis",
+                activity.waiting,
             )
             self._bell.ring()
 

@@ -20,6 +20,7 @@ PARTS = (
     "steps",  # hash: committed step -> its group ids
     "samples",  # stream: payloads of buffered, claimed and trained groups
     "doorbell",  # stream of one entry: rung by every change
+    "openings",  # the same: rung by changes after which more may be issued
     "issues",  # hash: owner -> the last issue, so that a repeated call gets the same groups
 )
 """Each part of the ledger is one key."""

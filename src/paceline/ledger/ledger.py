@@ -162,12 +162,13 @@ class Ledger:
         await self._scripts.attach()
         return bool(done)
 
-    async def wait_change(self, token: str, timeout: float) -> str:
+    async def wait_change(self, token: str, timeout: float, openings: bool = False) -> str:
         """Wait until anything changed after `token`, for at most `timeout` seconds; returns the token of now.
 
-        The empty token returns at once. Take a token, look, and wait with that token: no change is missed.
+        The empty token returns at once. Take a token, look, and wait with that token: no change is missed. With
+        `openings` (and tokens of such calls) only changes count after which more may be issued: not each issue and put.
         """
-        bell = keys.key(self.run_id, "doorbell")
+        bell = keys.key(self.run_id, "openings" if openings else "doorbell")
         if not token:
             last = await self._scripts.command(self._client.xrevrange(bell, count=1))
             return _text(last[0][0]) if last else "0-0"

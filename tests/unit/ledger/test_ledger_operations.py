@@ -125,7 +125,7 @@ async def test_initialise_is_idempotent_and_refuses_other_data(ledger: Ledger) -
 
 async def test_without_a_ledger_every_call_says_how_to_get_one_back(redis_client: redis.asyncio.Redis) -> None:
     for call in (Ledger(redis_client, "r").account(), SampleStream(redis_client, "r", 4).claim("t", 1, 1, 1, 0)):
-        with pytest.raises(errors.FailedPrecondition, match="restart the trainer to restore it"):
+        with pytest.raises(errors.FailedPrecondition, match="restart the trainer, which restores it"):
             await call
 
 
@@ -156,6 +156,21 @@ async def test_a_waiter_wakes_on_a_change_and_misses_none(ledger: Ledger) -> Non
         waiter = tasks.create_task(ledger.wait_change(later, 20))
         tasks.create_task(ledger.release("a"))
     assert waiter.result() != later
+
+
+async def test_a_producer_is_not_woken_by_what_opens_nothing(ledger: Ledger, redis_client: redis.asyncio.Redis) -> None:
+    stream = SampleStream(redis_client, "r", 4)
+    token = await ledger.wait_change("", 0, openings=True)
+    for item in await ledger.issue("a", 2, LEASE, None):
+        await stream.put(make_group("r", item.group_id, item.attempt, 1))
+    assert await ledger.wait_change(token, 0.01, openings=True) == token
+    await stream.claim("trainer", 1, 1, 1, 0)
+    claimed = await ledger.wait_change(token, 20, openings=True)
+    await stream.mark_trained(1)
+    trained = await ledger.wait_change(claimed, 20, openings=True)
+    await ledger.issue("a", 1, LEASE, None)
+    await ledger.release("a")
+    assert len({token, claimed, trained, await ledger.wait_change(trained, 20, openings=True)}) == 4
 
 
 async def test_two_runs_share_nothing_and_all_keys_are_listed(

@@ -11,7 +11,7 @@ if call('HEXISTS', META, 'ledger_id') == 1 then
   end
   if meta('epochs') ~= epochs then
     call('HSET', META, 'epochs', integer(epochs))
-    ring()
+    ring(true)
   end
   return 0
 end
@@ -19,5 +19,5 @@ call('HSET', META, 'ledger_id', ARGV[4], 'lineage', ARGV[4], 'dataset_size', int
   'cursor', '0', 'issued', '0', 'sequence', '0', 'committed_step', '0', 'refused_stale', '0', 'refused_pending', '0')
 call('DEL', SAMPLES)
 call('XGROUP', 'CREATE', SAMPLES, CONSUMERS, '0', 'MKSTREAM')
-ring()
+ring(true)
 return 1

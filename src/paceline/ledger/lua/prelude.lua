@@ -4,15 +4,15 @@ local HISTORY_BYTES = 3000
 
 -- Of the present call: the way to Redis (there is none while the library loads), its arguments, the run, the ledger
 -- that the caller knows (empty: any), the fence of a trainer (0: the caller is none) and its incarnation, the time, and
--- whether the doorbell was rung. The keys are set by each call too.
-local call, ARGV, RUN, LEDGER_ID, FENCE, HOLDER, NOW, rung
+-- whether the doorbells were rung. The keys are set by each call too.
+local call, ARGV, RUN, LEDGER_ID, FENCE, HOLDER, NOW, rung, opened
 
 local function begin(keys, arguments)
   call = redis.call
   if keys[1] ~= PREFIX then
     set_keys(keys[1])
   end
-  ARGV, rung = arguments, false
+  ARGV, rung, opened = arguments, false, false
   RUN, LEDGER_ID, FENCE, HOLDER = string.match(arguments[1], '^(%S+) (%S*) (%d+) (%S*)$')
   FENCE = tonumber(FENCE)
   local clock = call('TIME')
@@ -29,6 +29,8 @@ local LEGAL = {
   ['trained>committed'] = true, ['trained>claimed'] = true, ['trained>waiting'] = true,
   ['committed>waiting'] = true,
 }
+-- After a move to one of these more may be issued. Being issued and being put are most of the changes, and open nothing.
+local OPENS = {waiting = true, claimed = true, trained = true, dropped = true, dead = true}
 local COUNTED = {claimed = true, trained = true, committed = true, dead = true}
 
 -- The hash that holds the record of a group in this state.
@@ -108,10 +110,14 @@ local function save(group, detail)
   call('HSET', home(group.state), group.id, head .. history)
 end
 
-local function ring()
+local function ring(opens)
   if not rung then
     rung = true
     call('XADD', DOORBELL, 'MAXLEN', '1', '*', 'c', '1')
+  end
+  if opens and not opened then
+    opened = true
+    call('XADD', OPENINGS, 'MAXLEN', '1', '*', 'c', '1')
   end
 end
 
@@ -166,5 +172,5 @@ local function move(group, to, detail)
   end
   group.state = to
   save(group, detail)
-  ring()
+  ring(OPENS[to])
 end

@@ -47,5 +47,5 @@ for step, ids in pairs(by_step) do
 end
 call('HSET', META, 'committed_step', integer(committed_step))
 call('HINCRBY', META, 'sequence', 1)
-ring()
+ring(true)
 return 1
