@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import time
@@ -13,8 +12,10 @@ from typing import Any
 
 from opentelemetry.util.types import AttributeValue
 
+from paceline import recording
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.config import RunFile
+from paceline.config.kinds import is_generated
 from paceline.ids import GroupId
 from paceline.ledger import Ledger
 from paceline.rpc import errors
@@ -24,13 +25,15 @@ from paceline.samples import InvalidSample, SampleGroup
 from paceline.stream import Claim, NotReady, SampleStream
 from paceline.telemetry import names, tracing
 from services.trainer.backends.base import TrainBackend
-from services.trainer.checkpoint import Checkpoint, CheckpointStore, step_name
+from services.trainer.checkpoint import CheckpointStore
 from services.trainer.control import Control
 from services.trainer.exporting import export_run
 from services.trainer.metrics import MetricsFile
+from services.trainer.outcome import outcome_of
 from services.trainer.publication import Publisher, Snapshot
-from services.trainer.recovery import LEDGER_PART, Recovery, StartingPoint
+from services.trainer.recovery import Recovery, StartingPoint
 from services.trainer.room import until_room
+from services.trainer.saving import Saver
 from services.trainer.spans import record_phases, set_values
 from services.trainer.step import StepResult, StepTrainer
 from services.trainer.worker import Worker
@@ -73,12 +76,17 @@ class TrainingLoop:
         self._parts = parts
         self._activity = parts.status.activity("loop")
         self._rollout = parts.config.rollout
+        self._given = not is_generated(parts.config)
+        """The samples are given: nothing is published, as no engine waits for it, and nothing can be stale."""
         self._steps = parts.config.run.steps
         self._step = 0
         self._version = 0
         self._replay: tuple[int, ...] = ()
         self._record: dict[str, Any] | None = None
-        self._saved: int = -1
+        self._saver = Saver(
+            parts.config, parts.worker, parts.backend, parts.checkpoints, parts.control, parts.ledger, parts.stream,
+            self._activity,
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Go on from the newest checkpoint, train to the last step, export, and finish the run."""
@@ -95,7 +103,10 @@ class TrainingLoop:
             self._become("DONE")
             return
         await self._checkpoint(self._step)
-        if parts.config.trainer.export:
+        outcome = outcome_of(await asyncio.to_thread(parts.metrics.records), self._step)
+        if outcome.failed:
+            log.error("the run has failed: %s", outcome.reason)
+        elif parts.config.trainer.export:
             self._activity.set("exporting the model")
             target = parts.config.directory / "export"
             await until_room(
@@ -103,7 +114,7 @@ class TrainingLoop:
                 "the exported model", self._activity.waiting,
             )  # fmt: skip
         await self._await_evaluations()
-        await parts.control.finish(f"trained {self._step} steps")
+        await parts.control.finish(outcome.reason, outcome.failed)
         self._activity.set("done")
         self._become("DONE")
 
@@ -121,12 +132,15 @@ class TrainingLoop:
         parts = self._parts
         await parts.control.ensure_run(parts.config.digest(), self._steps)
         await parts.control.acquire()
+        parts.ledger.hold(parts.control.fence, parts.control.incarnation)
+        parts.stream.hold(parts.control.fence, parts.control.incarnation)
         recovery = Recovery(
             parts.worker, parts.backend, parts.checkpoints, parts.control, parts.ledger, parts.stream, self._activity,
             parts.config.trainer.load_optimizer,
         )  # fmt: skip
         start = await recovery.recover(parts.config.digest())
-        self._step, self._replay, self._saved = start.step, start.replay, start.step if start.checkpoint else -1
+        self._step, self._replay = start.step, start.replay
+        self._saver.saved = start.step if start.checkpoint else -1
         await self._resume_records(start)
         if not self._replay:
             await self._publish(start.step, start.checkpoint.weight_version if start.checkpoint else 0)
@@ -179,42 +193,57 @@ class TrainingLoop:
         with tracing.span(names.SPAN_TRAINER_STEP, attributes, links=links, start_time=began) as span:
             tracing.record_span(names.SPAN_TRAINER_CLAIM, began, claimed, {names.ATTRIBUTE_STEP: step})
             self._activity.set(f"training step {step} on {len(claim.groups)} groups")
+            await self._dump(step, claim.groups)
             result = await parts.worker.run(parts.trainer.train, step, claim.groups)
             record_phases(step, claim.groups, result, claimed)
             await until_available(lambda: parts.stream.mark_trained(step), "Redis", self._activity.waiting)
             self._step = step
+            await self._saver.finish()
             self._add_claim(result, claim, claimed - began)
             published = time.time()
             await self._after(step)
             result.values[names.SECONDS_PUBLISH] = time.time() - published
             result.values[names.SECONDS_STEP] = time.time() - began
-            due = step % parts.config.trainer.checkpoint_every == 0 or step == self._steps
+            due = step % parts.config.trainer.checkpoint_every == 0 or step == self._steps or self._saver.owed
             self._record = self._make_record(step, claim.groups, result)
             checkpoint = None
             if due:
                 before = time.time()
-                checkpoint = await self._write_checkpoint(step)
+                if parts.config.trainer.async_checkpoints and step < self._steps and not self._saver.owed:
+                    await self._saver.begin(step, self._version, self._record)
+                else:
+                    checkpoint = await self._saver.write(step, self._version, self._record)
                 self._record[names.SECONDS_CHECKPOINT] = time.time() - before
                 self._record[names.SECONDS_STEP] = time.time() - began
             set_values(span, self._record)
             await self._store_record(self._record)
         if checkpoint is not None:
-            await self._commit(checkpoint)
+            await self._saver.commit(checkpoint)
 
     async def _claim(self, step: int) -> Claim:
         parts, rollout = self._parts, self._rollout
-        bound = None if rollout.max_staleness == "unbounded" else rollout.max_staleness
+        bound = None if self._given or rollout.max_staleness == "unbounded" else rollout.max_staleness
         consumer = parts.status.member_id
         while True:
             token = await until_available(lambda: parts.ledger.wait_change("", 0.0), "Redis", self._activity.waiting)
             answer: Claim | NotReady = await until_available(
                 lambda: parts.stream.claim(
-                    consumer, step, rollout.groups_per_step, self._version, bound, rollout.too_stale
+                    consumer, step, rollout.groups_per_step, self._version, bound, rollout.too_stale,
+                    in_data_order=self._given,
                 ), "Redis", self._activity.waiting,
             )  # fmt: skip
             if isinstance(answer, Claim):
                 return answer
             await self._wait(f"rollout: {answer.have} of {answer.want} groups of step {step}", token)
+
+    async def _dump(self, step: int, groups: list[SampleGroup]) -> None:
+        """Keep what the step is trained on, if that is asked for. A replay writes the same file again."""
+        if self._rollout.dump:
+            directory = self._parts.config.directory / "rollouts"
+            await until_room(
+                lambda: asyncio.to_thread(recording.write_step, directory, step, groups), "the dumped rollouts",
+                self._activity.waiting,
+            )  # fmt: skip
 
     async def _after(self, step: int) -> None:
         """Publish, unless a recorded step follows: its groups were made by a version that exists already."""
@@ -228,6 +257,8 @@ class TrainingLoop:
 
     async def _publish(self, step: int, floor: int) -> None:
         parts = self._parts
+        if self._given:
+            return
         self._activity.set(f"publishing the weights of step {step}")
         snapshot = await parts.worker.run(Snapshot.take, parts.backend, step)
         version = await parts.publisher.publish(snapshot, floor)
@@ -238,7 +269,7 @@ class TrainingLoop:
         staleness = [claim.trainer_version - version for version in map(_oldest, claim.groups) if version is not None]
         result.values[names.GROUPS_REFUSED_STALE] = claim.refused
         result.values[names.SECONDS_WAIT_GROUPS] = waited
-        if staleness:
+        if staleness and not self._given:
             result.values[names.STALENESS_MEAN] = sum(staleness) / len(staleness)
             result.values[names.STALENESS_MAX] = max(staleness)
 
@@ -257,42 +288,11 @@ class TrainingLoop:
             lambda: asyncio.to_thread(self._parts.metrics.append, record), "metrics.jsonl", self._activity.waiting
         )
 
-    async def _write_checkpoint(self, step: int) -> Checkpoint:
-        """Make a checkpoint durable. It counts once the coordinator knows it."""
-        parts = self._parts
-        self._activity.set(f"writing the checkpoint of step {step}")
-        with tracing.span(names.SPAN_TRAINER_CHECKPOINT, {names.ATTRIBUTE_STEP: step}):
-            snapshot = await until_available(parts.ledger.snapshot, "Redis", self._activity.waiting)
-            files = {LEDGER_PART: json.dumps(snapshot, sort_keys=True).encode()}
-            checkpoint = await until_room(
-                lambda: self._save(step, files), f"the checkpoint of step {step}", self._activity.waiting
-            )
-        self._saved = step
-        return checkpoint
-
-    async def _save(self, step: int, files: dict[str, bytes]) -> Checkpoint:
-        """One try at a checkpoint. A partial one would take the room that others need, so it is removed."""
-        parts = self._parts
-        meta = {"config_digest": parts.config.digest(), "run": parts.config.run.name, "record": self._record}
-        try:
-            stage = await asyncio.to_thread(parts.checkpoints.stage, step_name(step))
-            await parts.worker.run(parts.backend.save_state, stage, parts.config.trainer.save_optimizer)
-            return await asyncio.to_thread(parts.checkpoints.publish_step, step, self._version, files, meta)
-        except OSError:
-            await asyncio.to_thread(parts.checkpoints.abandon, step_name(step))
-            raise
-
-    async def _commit(self, checkpoint: Checkpoint) -> None:
-        """Only now are the groups of the steps in it settled."""
-        parts = self._parts
-        ledger = await asyncio.to_thread(checkpoint.file(LEDGER_PART).read_text)
-        await parts.control.commit_checkpoint(checkpoint, ledger)
-        await until_available(lambda: parts.stream.commit(checkpoint.step), "Redis", self._activity.waiting)
-
     async def _checkpoint(self, step: int) -> None:
         """The checkpoint of the last step, when it has none yet."""
-        if step > 0 and self._saved != step:
-            await self._commit(await self._write_checkpoint(step))
+        await self._saver.finish()
+        if step > 0 and self._saver.saved != step:
+            await self._saver.commit(await self._saver.write(step, self._version, self._record))
 
     def _become(self, state: str) -> None:
         self._parts.status.state = state

@@ -16,7 +16,7 @@ from paceline.tokenizer import Tokenizer
 from services.rollout.episodes.base import Refused
 from services.rollout.labelling import Labelled, Labeller
 
-# As newer models have it: tool results that follow one another are one turn of the user's, and what the assistant thought
+# As newer models have it: tool results that follow one another are one turn of the user, and what the assistant thought
 # is shown only after the last question, or where nothing follows.
 THINKING = (
     "{%- set last = namespace(question=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
