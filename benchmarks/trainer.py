@@ -40,8 +40,9 @@ def huggingface_trainer(path: Path, tokens: list[np.ndarray], micro_batch: int, 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     arguments = TrainingArguments(
         output_dir=scratch, use_cpu=True, per_device_train_batch_size=micro_batch, max_steps=1,
-        gradient_accumulation_steps=-(-len(tokens) // micro_batch), learning_rate=LEARNING_RATE, optim="adamw_torch_fused",
-        lr_scheduler_type="constant", report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        gradient_accumulation_steps=-(-len(tokens) // micro_batch), learning_rate=LEARNING_RATE,
+        optim="adamw_torch_fused", lr_scheduler_type="constant", report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True,
         max_grad_norm=1.0, weight_decay=0.0, dataloader_pin_memory=False, seed=0,
     )  # fmt: skip
     records = [{"input_ids": ids.astype(np.int64).tolist()} for ids in tokens]

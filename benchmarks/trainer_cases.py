@@ -1,4 +1,4 @@
-"""What the trainer benchmarks share: models by size, batches, our side, and the same batch through plain transformers."""
+"""What the trainer benchmarks share: models by size, batches, our side, and plain transformers on the same batch."""
 
 from __future__ import annotations
 

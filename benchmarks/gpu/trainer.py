@@ -4,7 +4,8 @@ Run: python benchmarks/gpu/trainer.py [--sizes 0.5b 1.5b] [--out DIR] [--profile
 
 Two batches for each size, in bfloat16: `even`, sequences of 4,096 tokens, for model FLOPs utilization; and `mixed`,
 log-normal lengths up to 4,096, where plain transformers pads and the backend packs. Both sides train all parameters
-with fused AdamW: plain transformers on bfloat16 parameters, the backend on float32 masters.
+with fused AdamW: plain transformers on bfloat16 parameters, the backend on float32 masters. `compiled`: each layer
+through torch.compile (the backend's trainer.compile).
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.profiler
 from provenance import ROOT, commit
 from trainer_cases import SIZES, Size, mixed_lengths, ours, plain, sequences, synchronize, timed
 from transformers import AutoModelForCausalLM
 
+from services.trainer.model.layers import compile_layers
+
+SIDES = ("paceline", "paceline, compiled", "transformers", "transformers, compiled")
 PEAK = {"NVIDIA H200": 989.4e12}
 """Dense bfloat16 operations a second by the data sheet, 989.4 TFLOP/s: the floor's rate."""
 
@@ -33,24 +38,27 @@ def measure(size: Size, path: Path, lengths: list[int], arguments: argparse.Name
     """Both sides of one batch, one after the other, each alone in the memory."""
     tokens = sequences(lengths, size.vocabulary)
     sides: dict[str, Any] = {}
-    for name in ("paceline", "transformers"):
+    for name in SIDES:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        if name == "paceline":
-            step = ours(path, tokens, "bfloat16", "cuda", arguments.budget)
+        if name.startswith("paceline"):
+            step = ours(path, tokens, "bfloat16", "cuda", arguments.budget, compile=name.endswith("compiled"))
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").cuda()
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
+            model.cuda()
+            if name.endswith("compiled"):
+                compile_layers(model)
             step = plain(model, tokens, "cuda", arguments.micro_batch)
         try:
             loss = step()
-            if arguments.profile and name == "paceline":
+            if arguments.profile and name == arguments.profile:
                 profile(step)
             seconds = statistics.median(timed({name: step}, arguments.repeats, "cuda")[name])
         except torch.cuda.OutOfMemoryError as error:
             sides[name] = {"failed": str(error)[:300]}
             continue
         finally:
-            step = model = None
+            step = model = None  # type: ignore[assignment]
             gc.collect()
         flops = size.flops(lengths)
         peak = PEAK.get(torch.cuda.get_device_name(0), 0.0)
@@ -61,20 +69,25 @@ def measure(size: Size, path: Path, lengths: list[int], arguments: argparse.Name
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         }  # fmt: skip
         print(size.name, name, json.dumps(sides[name]), flush=True)
-    if all("seconds" in side for side in sides.values()):
-        sides["speed_ratio"] = sides["transformers"]["seconds"] / sides["paceline"]["seconds"]
-    return {"sequences": len(lengths), "tokens": sum(lengths), "longest": max(lengths), **sides}
+    base = sides["transformers"].get("seconds")
+    ratios = {name: base / side["seconds"] for name, side in sides.items() if base and "seconds" in side}
+    return {
+        "speed_over_transformers": ratios,
+        "sequences": len(lengths),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        **sides,
+    }
 
 
 def profile(step: Any) -> None:
     """Print where one step's time goes on the device."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as taken:
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as taken:
         step()
         synchronize("cuda")
-    print(taken.key_averages().table(sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=70))
+    report: Any = taken
+    print(report.key_averages().table(sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=70))
 
 
 def main() -> None:
@@ -87,9 +100,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=16384, help="tokens of one of our micro-batches")
     parser.add_argument("--micro-batch", type=int, default=4, help="sequences of one of transformers' batches")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", default="", choices=["", *SIDES], help="print where a step of this side goes")
     arguments = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = True
     result: dict[str, Any] = {
         "command": "python benchmarks/gpu/trainer.py", "commit": commit(), "hardware": torch.cuda.get_device_name(0),
         "torch": torch.__version__, "floor": "operations over 989.4 TFLOP/s; the lowest possible time of a step",

@@ -20,7 +20,7 @@ from services.trainer.datum import Datum, Group
 from services.trainer.gathering import gather_tokens, gather_topk_ids, groups_of
 from services.trainer.loss_metrics import merge
 from services.trainer.model.export import export_model
-from services.trainer.model.layers import checkpoint_activations
+from services.trainer.model.layers import checkpoint_activations, compile_layers
 from services.trainer.model.masters import Masters
 from services.trainer.model.policy import Policy
 from services.trainer.model.state import BackgroundSave, StateCopy, restore_rng, rng_state
@@ -45,6 +45,7 @@ class TorchBackend:
         self._world = world or World.single(config.device)
         torch.set_num_threads(config.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self._dtype = _DTYPES[dtype or config.dtype]
         self._budget = config.tokens_per_micro_batch
         self.policy = Policy(path, self._dtype, config.lora, seed, self._load_device(config))
@@ -59,6 +60,8 @@ class TorchBackend:
             self._teachers = Teachers(config.teachers, self._dtype, str(self._world.device), self.vocabulary)
         if config.parallel.activation_checkpointing:
             checkpoint_activations(self.policy.model)
+        if config.compile:
+            compile_layers(self.policy.model)
         self.masters = self._make_masters(config)
         self._dropout = config.lora is not None and config.lora.dropout > 0
         self._saving = BackgroundSave()

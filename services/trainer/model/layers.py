@@ -24,10 +24,18 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 def checkpoint_activations(model: Any) -> None:
     """Keep only the inputs of blocks for the backward pass. Results are the same bits; a third more is computed."""
     for layer in decoder_layers(model):
-        layer.forward = _recomputed(layer.forward)  # type: ignore[method-assign]
+        layer.forward = recomputed(layer.forward)  # type: ignore[method-assign]
 
 
-def _recomputed(forward: Any) -> Any:
+def compile_layers(model: Any) -> None:
+    """Fuse each block's small kernels with torch.compile, once for all lengths. Results differ by rounding."""
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
+
+
+def recomputed(forward: Any) -> Any:
+    """`forward` with only its inputs kept for the backward pass."""
+
     def run(*arguments: Any, **named: Any) -> Any:
         return checkpoint(forward, *arguments, use_reentrant=False, **named)
 

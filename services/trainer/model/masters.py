@@ -68,14 +68,14 @@ class Masters:
             if item.grad is None:
                 item.grad = torch.zeros_like(item)
         gradients = [item.grad for item in self.tensors.values() if item.grad is not None]
-        square = torch.stack([item.norm() for item in gradients]).double().square().sum().item()
+        norms = torch._foreach_norm(gradients)  # type: ignore[attr-defined]
+        square = torch.stack(norms).double().square().sum().item()
         norm = math.sqrt(self._add_up(square)) / denominator
         if not math.isfinite(norm):
             self.clear()
             return StepOutcome(False, norm)
         scale = min(1.0, self._config.max_grad_norm / (norm + 1e-6)) / denominator
-        for item in gradients:
-            item.mul_(scale)
+        torch._foreach_mul_(gradients, scale)  # type: ignore[attr-defined]
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
@@ -92,8 +92,9 @@ class Masters:
     @torch.no_grad()
     def copy_down(self) -> None:
         """Give the model its masters, rounded to the compute type."""
-        for name, copy in self._copies.items():
-            copy.copy_(self.tensors[name])
+        if self._copies:
+            masters = [self.tensors[name] for name in self._copies]
+            torch._foreach_copy_(list(self._copies.values()), masters)  # type: ignore[attr-defined]
 
     def resident(self) -> list[Tensor]:
         """All tensors that it keeps on the device: masters, and the moments of the optimizer."""

@@ -158,6 +158,8 @@ class TrainerConfig(StrictModel):
     """Compute type. Trained parameters and the optimizer are float32 in either case."""
     device: str = "cpu"
     threads: int = Field(default=1, ge=1)
+    compile: bool = False
+    """Fuse the small kernels of each layer with torch.compile; the first step takes a minute longer. GPUs only."""
     tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Most tokens, padding included, of one forward pass; a single longer group goes alone."""
     checkpoint_every: int = Field(default=1, ge=1)
@@ -210,6 +212,11 @@ class TrainerConfig(StrictModel):
     @model_validator(mode="after")
     def _layout(self) -> TrainerConfig:
         parallel = self.parallel
+        if self.compile and (self.backend == "megatron" or not self.device.startswith("cuda")):
+            raise ValueError(
+                f"compile = true with backend = {self.backend!r} and device = {self.device!r}: it is for the layers of "
+                'backends "torch" and "fsdp" on device = "cuda"; leave it out'
+            )
         for name in sorted(parallel.model_fields_set - _PARALLEL_KEYS[self.backend]):
             value = getattr(parallel, name)
             if value != ParallelConfig.model_fields[name].default:
