@@ -13,11 +13,11 @@ from paceline.api.trainer.v1 import trainer_service_pb2 as pb
 from paceline.plugins import UnknownPlugin, registry
 from paceline.rpc import errors
 from services.trainer.datum import Datum, InvalidDatum
-from services.trainer.losses.base import Loss
+from services.trainer.objective import Objective
 
 MAX_DATA = 4096
 MAX_TOKENS = 2**20
-_INPUTS = ("weights", "advantages", "sampler_logprobs")
+_INPUTS = ("weights", "advantages", "sampler_logprobs", "reference_logprobs")
 
 
 def decode_data(messages: Sequence[pb.Datum], vocabulary: int) -> list[Datum]:
@@ -55,20 +55,26 @@ def _decode(message: pb.Datum, where: str) -> Datum:
     return Datum(
         token_ids=token_ids, weights=given.get("weights", zeros), advantages=given.get("advantages", zeros),
         sampler_logprobs=given.get("sampler_logprobs", zeros), temperature=message.temperature or 1.0,
-        behaviour_logprobs=given.get("sampler_logprobs"), name=where,
+        behaviour_logprobs=given.get("sampler_logprobs"), reference_logprobs=given.get("reference_logprobs"),
+        name=where,
     )  # fmt: skip
 
 
-def make_loss(name: str, parameters: dict[str, Any]) -> Loss:
-    """A registered loss with its parameters. InvalidArgument for an unknown loss or a wrong parameter."""
+def make_objective(name: str, parameters: dict[str, Any], data: Sequence[Datum]) -> Objective:
+    """A registered loss with its parameters. InvalidArgument for an unknown one, or one that the data do not suit."""
     if ":" in name:
         raise errors.InvalidArgument(f"loss {name!r}: only built-in losses may be asked for over the wire")
     try:
         plugin = registry("loss").load(name)
-        return plugin(plugin.Options.model_validate(parameters))
+        plugin.Options.model_validate(parameters)
     except UnknownPlugin as error:
         raise errors.InvalidArgument(str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise errors.InvalidArgument(f"loss_parameters[{where!r}]: {first['msg']}") from error
+    objective = Objective.from_spec({"loss": {"name": name, **parameters}})
+    for datum in data if objective.needs_reference else ():
+        if datum.reference_logprobs is None:
+            raise errors.InvalidArgument(f"{datum.name}.loss_inputs: loss {name!r} needs 'reference_logprobs'")
+    return objective

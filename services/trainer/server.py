@@ -1,4 +1,4 @@
-"""TrainerService over gRPC: the four primitives for clients other than the training loop."""
+"""TrainerService over gRPC: the primitives for clients other than the training loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import numpy as np
 from paceline import arrays
 from paceline.api.trainer.v1 import trainer_service_pb2 as pb
 from paceline.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
+from paceline.api.weights.v1.weights_pb2 import WeightVersion
 from paceline.rpc import errors
 from paceline.rpc.checks import checked_name
 from services.trainer.backends.base import TrainBackend
-from services.trainer.checkpoint import CheckpointStore
-from services.trainer.decoding import decode_data, make_loss
+from services.trainer.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.decoding import decode_data, make_objective
 from services.trainer.exporting import export_run
-from services.trainer.objective import Objective
+from services.trainer.room import with_place, with_room
 from services.trainer.slot import Slot
 from services.trainer.worker import Worker
 
@@ -40,6 +41,8 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
         self._checkpoints = checkpoints
         self._exports = exports
         self._rate = rate
+        self.publish: Callable[[], Awaitable[WeightVersion]] | None = None
+        """Publishes the slot's weights. None while nobody may ask for that."""
         self._answers: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
 
     async def Forward(self, request: pb.ForwardRequest, context: Any) -> pb.ForwardResponse:
@@ -52,7 +55,7 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Any) -> Any:
         backend = self._changing(request, "ForwardBackward")
         data = decode_data(request.data, backend.vocabulary)
-        objective = Objective(make_loss(request.loss, dict(request.loss_parameters)))
+        objective = make_objective(request.loss, dict(request.loss_parameters), data)
 
         async def body() -> pb.ForwardBackwardResponse:
             result = await self._worker.run(backend.forward_backward, [data], objective, False, True)
@@ -86,9 +89,7 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
             raise errors.InvalidArgument(f"name {request.name!r} is kept for the training loop; choose another")
 
         async def body() -> pb.SaveCheckpointResponse:
-            stage = await asyncio.to_thread(self._checkpoints.stage, request.name)
-            await self._worker.run(backend.save_state, stage)
-            saved = await asyncio.to_thread(self._checkpoints.publish, request.name, backend.updates, 0, {}, {})
+            saved = await with_room(lambda: self._save(backend, request.name), f"checkpoint {request.name!r}")
             return pb.SaveCheckpointResponse(uri=str(saved.directory), digest=saved.digest)
 
         return await self._once(request.request_id, body)
@@ -103,15 +104,42 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
 
         return await self._once(request.request_id, body)
 
+    async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Any) -> Any:
+        self._changing(request, "PublishWeights")
+        publish = self.publish
+        if publish is None:
+            raise errors.Unavailable("the trainer is being started; try again", 1.0)
+
+        async def body() -> pb.PublishWeightsResponse:
+            version = await publish()
+            return pb.PublishWeightsResponse(
+                weight_version=version.weight_version, step=version.step, digest=version.digest
+            )
+
+        return await self._once(request.request_id, body)
+
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> Any:
         backend = self._changing(request, "ExportModel")
         checked_name(request.name, "name")
 
         async def body() -> pb.ExportModelResponse:
-            target = await self._worker.run(export_run, backend, self._exports / request.name, backend.updates, 0)
+            target = await with_room(
+                lambda: self._worker.run(export_run, backend, self._exports / request.name, backend.updates, 0),
+                f"the exported model {request.name!r}",
+            )  # fmt: skip
             return pb.ExportModelResponse(uri=str(target))
 
         return await self._once(request.request_id, body)
+
+    async def _save(self, backend: TrainBackend, name: str) -> Checkpoint:
+        try:
+            stage = await asyncio.to_thread(self._checkpoints.stage, name)
+            await self._worker.run(backend.save_state, stage)
+            return await asyncio.to_thread(self._checkpoints.publish, name, backend.updates, 0, {}, {})
+        except OSError as error:
+            with_place(error, self._checkpoints.root)
+            await asyncio.to_thread(self._checkpoints.abandon, name)
+            raise
 
     def _loaded(self) -> TrainBackend:
         if self.backend is None:

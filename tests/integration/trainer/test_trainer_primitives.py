@@ -117,6 +117,30 @@ async def test_ppo_over_the_wire(service: Service) -> None:
     assert response.metrics["num_tokens:sum"] == 2
 
 
+async def test_bounds_over_the_wire_may_be_ratios_themselves(service: Service) -> None:
+    scored = datum([3, 4, 5], weights=[0, 1, 1], advantages=[0, 2, -2], sampler_logprobs=[0, -8, -1])
+    response = await service.stub.ForwardBackward(
+        backward("c", data=[scored], loss="ppo", loss_parameters={"ratio_low": 0.8, "ratio_high": 1.2}), **CALL
+    )
+    logprobs = arrays.from_wire(response.policy_logprobs[0], "policy_logprobs")
+    ratios = np.exp(logprobs[1:].astype(np.float64) + np.array([8, 1]))
+    factor = np.array([2, -2])
+    expected = -np.minimum(ratios * factor, np.clip(ratios, 0.8, 1.2) * factor).sum()
+    assert response.loss_sum == pytest.approx(expected, rel=1e-5)
+
+
+async def test_preferences_over_the_wire_are_one_group(service: Service) -> None:
+    pair = [
+        datum([3, 4, last], weights=[0, 0, 1], advantages=[0, 0, sign], reference_logprobs=[0, 0, -1])
+        for last, sign in ((5, 1), (6, -1))
+    ]
+    response = await service.stub.ForwardBackward(
+        backward("d", data=pair, loss="dpo", loss_parameters={"beta": 0.5}), **CALL
+    )
+    chosen, rejected = (arrays.from_wire(item, "policy_logprobs")[2] for item in response.policy_logprobs)
+    assert response.loss_sum == pytest.approx(2 * np.log1p(np.exp(-0.5 * (chosen - rejected))), rel=1e-5)
+
+
 def weights(service: Service) -> dict[str, bytes]:
     return {name: item.numpy().tobytes() for name, item in service.backend.weights().items()}
 
@@ -144,6 +168,7 @@ async def test_the_loop_owns_the_slot_but_forward_is_free(service: Service) -> N
         service.stub.ForwardBackward(backward("x"), **CALL),
         service.stub.OptimStep(pb.OptimStepRequest(request_id="y", denominator=1.0), **CALL),
         service.stub.SaveCheckpoint(pb.SaveCheckpointRequest(request_id="z", name="n"), **CALL),
+        service.stub.PublishWeights(pb.PublishWeightsRequest(request_id="w"), **CALL),
     ):
         code, text = await service.refused(call)
         assert code == grpc.StatusCode.FAILED_PRECONDITION and "training loop" in text
@@ -165,6 +190,7 @@ async def test_the_loop_owns_the_slot_but_forward_is_free(service: Service) -> N
         (backward("7", data=[datum([3, 400], weights=[0, 1])]), "token id 400"),
         (backward("8", data=[datum([3, 4], weigths=[0, 1])]), "weigths"),
         (backward("9", data=[]), "empty"),
+        (backward("10", loss="dpo"), "loss 'dpo' needs 'reference_logprobs'"),
         (backward("", loss="ppo"), "request_id"),
     ],
 )
