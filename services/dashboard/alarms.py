@@ -39,12 +39,24 @@ def of_steps(steps: Sequence[StepView]) -> list[Alarm]:
         text = f"{_percent(truncated)} of the samples hit the token limit; their rewards judge cut answers."
         knob = "a larger rollout.sampling.max_new_tokens (and engine.max_sequence_length)"
         alarms.append(Alarm(level="warning", title="Truncated samples", text=text, knob=knob))
+    return [*alarms, *_missing(steps)]
+
+
+def _missing(steps: Sequence[StepView]) -> list[Alarm]:
+    """Trajectories without a reward: a few, or all of them."""
     missing, samples = _total(steps, names.REWARD_MISSING), _total(steps, names.SAMPLES_TRAINED)
-    if missing and missing / (missing + samples) >= MISSING_SHARE:
-        text = f"{missing:.0f} trajectories of the last {len(steps)} steps have no reward; none counts as zero."
-        knob = "reward.timeout_seconds, reward.workers, and the reward service's log"
-        alarms.append(Alarm(level="warning", title="Missing rewards", text=text, knob=knob))
-    return alarms
+    if not missing:
+        return []
+    over = "the last step" if len(steps) == 1 else f"the last {len(steps)} steps"
+    if not any(names.REWARD_MEAN in step.values for step in steps):
+        text = f"Not one of the {missing:,.0f} trajectories of {over} has a reward, so nothing is trained."
+        knob = "mend the grader: paceline logs -s reward names the first faults with their cause"
+        return [Alarm(level="critical", title="No rewards", text=text, knob=knob)]
+    if missing / (missing + samples) < MISSING_SHARE:
+        return []
+    text = f"{missing:.0f} trajectories of {over} have no reward; none counts as zero."
+    knob = "reward.timeout_seconds, reward.workers; paceline logs -s reward names the first faults"
+    return [Alarm(level="warning", title="Missing rewards", text=text, knob=knob)]
 
 
 def _not_finite(step: StepView) -> list[Alarm]:

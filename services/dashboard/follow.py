@@ -24,6 +24,7 @@ from paceline.api.engine.v1 import engine_service_pb2 as engine_pb
 from paceline.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
 from paceline.rpc import errors
 from paceline.rpc.client import open_channel
+from paceline.rpc.following import STREAM_ENDED
 from paceline.rpc.members import MemberWatch
 from paceline.rpc.status import Activity, StatusBoard
 from paceline.rpc.steps import StepWatch
@@ -74,8 +75,12 @@ class Follower:
         while True:
             # A watch never fails; what keeps it from its stream stands in its activity only.
             for name, source in watches.items():
-                if cause := self._board.activity(name).waiting_for:
+                cause = self._board.activity(name).waiting_for
+                # The coordinator ends the watches of a run that has ended.
+                if cause and not (self._state.ended and cause.endswith(STREAM_ENDED)):
                     source.failed(cause)
+                elif cause:
+                    source.reached()
             live = [item for item in self._state.members.values() if item.gone_since is None]
             await asyncio.gather(*map(self._poll, live))
             await self._close_unused()

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.config import RunFile
+from paceline.config.kinds import services_of
 from paceline.config.place import SERVICES
 from paceline.telemetry import names
 from services.dashboard import alarms
@@ -40,6 +41,8 @@ _STATES: dict[int, RunState] = {
 _FLOW = ("trainer", "rollout", "engine", "router", "reward", "gateway")
 """In whose work a reader is interested first."""
 _SILENT_AFTER_SECONDS = 3.0
+_LEASE_SECONDS = 15.0
+"""Who went at most this long before the end of the run, or after it, went with it."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,10 @@ def build(state: LiveState, config: RunFile, recent: Recent, counters: Counters)
     """The overview of this instant."""
     now = time.time()
     run = _run(state, config, recent, now)
-    members = [_member(item, state.newest_version, now) for item in state.members.values()]
+    ended = _end_of(state)
+    members = [_member(item, state.newest_version, now, ended) for item in state.members.values()]
     members.sort(key=lambda item: (SERVICES.index(item.service) if item.service in SERVICES else 99, _natural(item)))
-    waits = _waits(state, now)
+    waits = _waits(state, now) if ended is None else []
     ledger = ledger_view(state.account) if state.account is not None else None
     telemetry = TelemetryView(
         received=counters.spans_received, stored=counters.spans_stored, dropped=counters.spans_dropped,
@@ -79,7 +83,7 @@ def build(state: LiveState, config: RunFile, recent: Recent, counters: Counters)
     return Overview(
         time=now,
         revision=recent.revision,
-        awaiting="" if recent.steps else _awaiting(state, members, waits),
+        awaiting="" if recent.steps else _awaiting(state, config, members, waits),
         run=run,
         verdict=judge(last, recent.busy, config.rollout.max_staleness == 0),
         members=members,
@@ -116,7 +120,15 @@ def _run(state: LiveState, config: RunFile, recent: Recent, now: float) -> RunVi
     )  # fmt: skip
 
 
-def _member(item: FollowedMember, newest: int, now: float) -> MemberView:
+def _end_of(state: LiveState) -> float | None:
+    """When the run ended; None while it goes on."""
+    run = state.run
+    if run is None or not state.ended:
+        return None
+    return run.finished_time.ToSeconds() if run.HasField("finished_time") else 0.0
+
+
+def _member(item: FollowedMember, newest: int, now: float, ended: float | None) -> MemberView:
     member, source = item.member, item.source
     health: Health = "ok"
     since = None
@@ -128,6 +140,9 @@ def _member(item: FollowedMember, newest: int, now: float) -> MemberView:
         health = "failed"
     elif item.shown_state in ("STARTING", "SYNCING"):
         health = "starting"
+    if ended is not None and since is not None:
+        before = ended - (now - since)
+        health, since = "ended", before if before > _LEASE_SECONDS else None
     version = item.load.weight_version if item.load else item.last_version or member.weight_version
     is_engine = member.service == "engine"
     ranks = item.load.ranks if item.load else []
@@ -189,17 +204,22 @@ def ledger_view(account: dict[str, Any]) -> LedgerView:
     return LedgerView.model_validate({**account, "sentence": sentence})
 
 
-def _awaiting(state: LiveState, members: Sequence[MemberView], waits: Sequence[WaitView]) -> str:
+def _awaiting(state: LiveState, config: RunFile, members: Sequence[MemberView], waits: Sequence[WaitView]) -> str:
     """What a run without a step is waiting for, in one sentence."""
+    if state.run is not None and state.ended:
+        return f"The run has ended without a step: {state.run.reason or 'no reason was given'}"
     if not state.steps_source.ok:
         return f"Waiting for the coordinator: {state.steps_source.error}"
     present = {member.service for member in members if member.health in ("ok", "starting")}
-    missing = [name for name in ("trainer", "rollout", "engine", "router", "reward") if name not in present]
+    needed = services_of(config)
+    missing = [name for name in _FLOW if name in needed and name != "gateway" and name not in present]
     if missing:
         return f"Waiting for {', '.join(missing)} to join the run."
     starting = [member.member_id for member in members if member.health == "starting"]
     if starting:
         return f"Waiting for {', '.join(starting)} to get ready."
+    if not config.trainer.loop:
+        return "Clients train over TrainerService, so there are no steps of a loop: every service is ready."
     for service in ("trainer", "rollout", "router", "engine", "reward"):
         for wait in waits:
             if wait.service == service and wait.waiting_for:

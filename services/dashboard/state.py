@@ -9,6 +9,7 @@ from typing import Any
 from paceline.api.common.v1 import status_service_pb2 as status_pb
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.engine.v1 import engine_service_pb2 as engine_pb
+from paceline.rpc.membership import RUN_ENDED
 
 GONE_KEPT = 32
 
@@ -73,6 +74,11 @@ class LiveState:
     ledger_source: Source = field(default_factory=lambda: Source("ledger in Redis"))
     store_source: Source = field(default_factory=lambda: Source("store", ok=True, error=""))
     started: float = field(default_factory=time.time)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over."""
+        return self.run is not None and self.run.state in RUN_ENDED
 
     def sources(self) -> list[Source]:
         return [self.steps_source, self.members_source, self.ledger_source, self.store_source]

@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 RunState = Literal["unknown", "active", "finished", "failed", "stopped"]
-Health = Literal["ok", "starting", "failed", "silent", "left", "lost"]
+Health = Literal["ok", "starting", "failed", "silent", "left", "lost", "ended"]
+""""ended": it is gone, as the run is."""
 Bound = Literal["none", "rollout", "trainer", "publish", "checkpoint", "balanced"]
 
 
@@ -51,7 +52,7 @@ class MemberView(BaseModel):
     state: str
     health: Health
     since_seconds: float | None
-    """How long it has been silent, left or lost."""
+    """How long it has been silent, left or lost; of an ended run, how long before its end it went, if it did."""
     error: str
     weight_version: int
     behind: int

@@ -13,9 +13,10 @@ function faded(hex, share) {
 }
 
 export class Chart {
-  // series: [{key, label, colour, format?, points?, band?: [lowKey, highKey], dash?, alarm?}]
-  constructor(parent, { title, note, series, height = 150, stacked = false, log = false, unit = "", empty }) {
-    Object.assign(this, { title, series, height, stacked, log, unit, empty });
+  // series: [{key, label, colour, format?, points?, band?: [lowKey, highKey], spread?, dash?, alarm?}]
+  // optional: the card is there only with data. bounds: column [least, most] that the values cannot leave.
+  constructor(parent, { title, note, series, height = 150, stacked = false, log = false, unit = "", empty, optional = false, bounds }) {
+    Object.assign(this, { title, series, height, stacked, log, unit, empty, optional, bounds, parent });
     this.data = null;
     this.zoomed = false;
     this.plot = null;
@@ -63,6 +64,7 @@ export class Chart {
     this.figure.dataset.points = String(count);
     const has = this.series.some((item) => columns[item.key]?.some((value) => value !== null));
     this.figure.classList.toggle("nothing", !has);
+    this.parent.hidden = this.optional && !has;
     this.body.dataset.empty = has ? "" : this.empty || "not measured in this run";
     this.data = this.table(columns);
     if (!has) return this.destroy();
@@ -116,7 +118,7 @@ export class Chart {
       hooks: {
         setCursor: [(u) => this.show(u.cursor.idx)],
         setSelect: [(u) => (this.zoomed = u.select.width > 0 || this.zoomed)],
-        draw: [(u) => this.alarms(u)],
+        draw: [(u) => this.alarms(u), axisName],
         ready: [(u) => u.over.addEventListener("dblclick", () => ALL.forEach((chart) => (chart.zoomed = false)))],
       },
     };
@@ -150,7 +152,10 @@ export class Chart {
         const bottom = zero ? Math.min(0, low) : low;
         if (high === bottom) return zero ? [bottom, bottom + 1] : [low - (Math.abs(low) || 1), high + (Math.abs(high) || 1)];
         const room = (high - bottom) * 0.08;
-        return [zero && low >= 0 ? 0 : bottom - room, high + room];
+        const [least, most] = (this.bounds && this.columns?.[this.bounds]) || [-Infinity, Infinity];
+        // A line along a bound is drawn whole.
+        const edge = (high - bottom) * 0.02;
+        return [zero && low >= 0 ? 0 : Math.max(least - edge, bottom - room), Math.min(most + edge, high + room)];
       },
     };
   }
@@ -219,8 +224,8 @@ export class Chart {
       const value = at === null ? newest(column) : column[at];
       let text = (item.format || number)(value ?? null);
       if (item.band && value !== null && value !== undefined) {
-        const high = (columns[item.band[1]] || [])[at === null ? lastIndex(column) : at];
-        if (high !== null && high !== undefined) text += ` ± ${number(high - value)}`;
+        const spread = (columns[item.spread] || [])[at === null ? lastIndex(column) : at];
+        if (spread !== null && spread !== undefined) text += ` ± ${number(spread)}`;
       }
       setText(this.values[which], text);
     });
@@ -244,6 +249,18 @@ export class Chart {
     const width = this.body.clientWidth;
     if (this.plot && width && Math.abs(width - this.plot.width) > 1) this.plot.setSize({ width, height: this.height });
   }
+}
+
+// What the numbers below are, in the corner that no tick uses.
+function axisName(u) {
+  const { ctx, bbox } = u;
+  ctx.save();
+  ctx.fillStyle = colour("ink-3");
+  ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+  ctx.textAlign = "left";
+  ctx.textBaseline = "top";
+  ctx.fillText("step", 4 * devicePixelRatio, bbox.top + bbox.height + 5 * devicePixelRatio);
+  ctx.restore();
 }
 
 // One line a power of ten; those between only make noise.

@@ -14,6 +14,13 @@ export const PHASES = [
 
 const EVALUATION_COLOURS = ["evaluation", "optimizer", "wait"];
 
+// Between which values the rewards lie, as far as their means and spreads tell: of values from a to b with mean m the
+// standard deviation is at most sqrt((m - a)(b - m)).
+function bounds(means, spreads, others) {
+  const fits = ([low, high]) => others.every((value) => value === null || (value >= low && value <= high)) && means.every((mean, at) => mean === null || (mean >= low && mean <= high && (spreads[at] ?? 0) ** 2 <= (mean - low) * (high - mean) + 1e-6));
+  return [[0, 1], [-1, 0], [-1, 1]].find(fits) || [-Infinity, Infinity];
+}
+
 export class Curves {
   constructor() {
     this.training = new Map();
@@ -62,8 +69,11 @@ export class Curves {
     const keys = ["reward_mean", "loss", "policy_loss", "kl_reference", "entropy", "logprob_gap_mean", "sampler_kl", "staleness_mean", "staleness_max", "train_tokens_per_second", "groups_refused_stale"];
     for (const key of keys) columns[key] = value(key);
     const spread = value("reward_std");
-    columns.reward_low = columns.reward_mean.map((mean, at) => (mean === null || spread[at] === null ? null : mean - spread[at]));
-    columns.reward_high = columns.reward_mean.map((mean, at) => (mean === null || spread[at] === null ? null : mean + spread[at]));
+    const evaluated = [...this.evaluations.values()].flatMap((points) => [...points.values()]);
+    const [least, most] = (columns.reward_bounds = bounds(columns.reward_mean, spread, evaluated));
+    columns.reward_low = columns.reward_mean.map((mean, at) => (mean === null || spread[at] === null ? null : Math.max(least, mean - spread[at])));
+    columns.reward_high = columns.reward_mean.map((mean, at) => (mean === null || spread[at] === null ? null : Math.min(most, mean + spread[at])));
+    columns.reward_std = spread;
     columns.generated = records.map((record) => record?.generated_tokens_per_second ?? null);
     const total = value("seconds_step");
     const known = PHASES.slice(0, -1).map(([key]) => (columns[key] = value(key)));
@@ -86,30 +96,35 @@ export class Curves {
         title: "Reward",
         note: "mean of a step's trajectories, ± one standard deviation",
         height: 250,
-        series: [{ key: "reward_mean", label: "mean", colour: "reward", band: ["reward_low", "reward_high"] }, ...evaluations],
+        empty: "no trajectory has had a reward",
+        bounds: "reward_bounds",
+        series: [{ key: "reward_mean", label: "mean", colour: "reward", band: ["reward_low", "reward_high"], spread: "reward_std" }, ...evaluations],
       },
       seconds: {
         title: "Step time",
+        note: "seconds by phase",
         height: 212,
         unit: " s",
         stacked: true,
         series: PHASES.map(([key, , label, colour]) => ({ key, label, colour, format: duration })),
       },
-      loss: { title: "Loss", series: [{ key: "loss", label: "loss", colour: "train" }] },
+      loss: { title: "Loss", note: "as it is minimized", series: [{ key: "loss", label: "mean of the updates", colour: "train" }] },
       kl: {
         title: "KL to the reference",
-        empty: "no reference model in this run",
-        series: [{ key: "kl_reference", label: "nat a token", colour: "optimizer", fromZero: true }],
+        note: "nat a token",
+        optional: true,
+        series: [{ key: "kl_reference", label: "mean", colour: "optimizer", fromZero: true }],
       },
       mismatch: {
         title: "Sampler against policy",
+        note: "nat a token",
         log: true,
         series: [
-          { key: "logprob_gap_mean", label: "gap", colour: "train", alarm: 0.1 },
+          { key: "logprob_gap_mean", label: "mean gap", colour: "train", alarm: 0.1 },
           { key: "sampler_kl", label: "KL", colour: "optimizer", alarm: 0.01 },
         ],
       },
-      entropy: { title: "Entropy", series: [{ key: "entropy", label: "nat a token", colour: "publish", fromZero: true }] },
+      entropy: { title: "Entropy", note: "nat a token", series: [{ key: "entropy", label: "mean", colour: "publish", fromZero: true }] },
       throughput: {
         title: "Throughput",
         note: "tokens a second",

@@ -39,6 +39,11 @@ export class Groups {
     } finally {
       this.busy = false;
     }
+    // A page that was just opened shows the life of one group, without being asked.
+    if (!this.selected && this.rows.length) {
+      this.selected = this.rows[0].group_id;
+      this.open = true;
+    }
     this.show();
     if (this.selected && this.open) await this.load(this.selected);
   }

@@ -29,10 +29,14 @@ export function showOverview(view, last) {
   else showVerdict(view.verdict);
   showEngines(view);
   showOthers(view.members);
-  showWaits(view.waits);
+  showWaits(view);
   showLedger(view.ledger);
   showAlarms(view.alarms);
   showFoot(view);
+}
+
+function isOver(run) {
+  return ["finished", "failed", "stopped"].includes(run.state);
 }
 
 function showHead({ run, alarms }, reward) {
@@ -44,7 +48,8 @@ function showHead({ run, alarms }, reward) {
   setText(byId("run-about"), [run.model, run.reason].filter(Boolean).join(" · "));
   setText(byId("fact-step"), `${whole(run.step)} of ${whole(run.num_steps)}`);
   setText(byId("fact-elapsed"), duration(run.elapsed_seconds));
-  setText(byId("fact-eta"), run.state === "active" ? (run.eta_seconds === null ? "–" : `about ${duration(run.eta_seconds)}`) : "–");
+  setText(byId("fact-eta"), run.eta_seconds === null ? "–" : `about ${duration(run.eta_seconds)}`);
+  byId("fact-eta").parentElement.hidden = isOver(run);
   setText(byId("fact-version"), run.newest_version ? whole(run.newest_version) : "none yet");
   setText(byId("fact-reward"), number(reward));
   setText(byId("fact-mode"), run.mode);
@@ -132,7 +137,8 @@ function healthWords(member) {
   if (member.health === "ok") return member.state === "READY" ? "ready" : member.state.toLowerCase();
   if (member.health === "starting") return member.state.toLowerCase();
   const time = member.since_seconds === null ? "" : ` for ${since(member.since_seconds)}`;
-  return { failed: "failed", silent: `silent${time}`, left: "left", lost: `gone${time}` }[member.health];
+  const ended = member.since_seconds === null ? "ended with the run" : `gone ${since(member.since_seconds)} before the end`;
+  return { failed: "failed", silent: `silent${time}`, left: "left", lost: `gone${time}`, ended }[member.health];
 }
 
 function healthMark(member) {
@@ -144,9 +150,11 @@ function showEngines(view) {
   const newest = view.run.newest_version;
   const live = engines.filter((member) => member.health === "ok");
   const rate = live.reduce((sum, member) => sum + (member.tokens_per_second || 0), 0);
-  setText(byId("engines-note"), engines.length ? `${live.length} of ${plural(engines.length, "engine")} well · ${whole(rate)} tokens/s` : "");
+  const over = isOver(view.run);
+  const well = over ? (live.length ? `${live.length} of ${plural(engines.length, "engine")} still up` : "") : `${live.length} of ${plural(engines.length, "engine")} well · ${whole(rate)} tokens/s`;
+  setText(byId("engines-note"), engines.length ? well : "");
   const versions = [...new Set(engines.map((member) => member.weight_version))].sort((one, other) => other - one);
-  const rows = engines.map((member) => [member.member_id, member.health, member.state, member.weight_version, member.running, member.waiting, Math.round(member.tokens_per_second || 0), Math.floor(member.since_seconds || 0)]);
+  const rows = engines.map((member) => [member.member_id, member.health, member.state, member.weight_version, member.running, member.waiting, Math.round(member.tokens_per_second || 0), Math.floor(member.since_seconds ?? -1)]);
   render(byId("engines"), [rows, newest], () => {
     if (!engines.length) return element("p", { class: "none" }, "No engine has joined the run.");
     const head = ["Engine", "State", "Running", "Waiting", "Tokens/s"].map((name, at) => element("th", { scope: "col", class: at > 1 ? "num" : "" }, name));
@@ -195,12 +203,13 @@ function showOthers(members) {
   );
 }
 
-function showWaits(waits) {
+function showWaits({ waits, run }) {
   const waiting = waits.filter((wait) => wait.waiting_for).length;
+  const nobody = isOver(run) ? "The run has ended; nobody waits for anybody." : "No process has said yet what it does.";
   setText(byId("waits-note"), waits.length ? `${waiting} waiting, ${waits.length - waiting} working` : "");
   const some = waits.slice(0, WAITS_SHOWN);
-  render(byId("waits"), some.map((wait) => [wait.member_id, wait.part, wait.doing, wait.waiting_for, Math.floor(wait.seconds)]), () => {
-    if (!waits.length) return element("li", { class: "none" }, "No process has said yet what it does.");
+  render(byId("waits"), [nobody, ...some.map((wait) => [wait.member_id, wait.part, wait.doing, wait.waiting_for, Math.floor(wait.seconds)])], () => {
+    if (!waits.length) return element("li", { class: "none" }, nobody);
     const rows = some.map((wait) =>
       element(
         "li",

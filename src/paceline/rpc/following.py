@@ -19,6 +19,8 @@ STREAM_SECONDS = 3600.0
 """Deadline to give to a watch; it is opened again after that."""
 SILENCE_SECONDS = 30.0
 """A watch promises a message at least every 10 s; after three times that the peer is taken for stuck."""
+STREAM_ENDED = "the stream ended"
+"""End of the cause of a wait after an orderly end, as that of a watch on a run which is over."""
 _PAUSE_SECONDS = (0.1, 2.0)
 _FATAL = (
     grpc.StatusCode.OUT_OF_RANGE,
@@ -40,7 +42,7 @@ async def follow(
     pause = _PAUSE_SECONDS[0]
     while True:
         call = open_stream()
-        cause = f"{source}: the stream ended"
+        cause = f"{source}: {STREAM_ENDED}"
         try:
             messages = aiter(call)
             while True:

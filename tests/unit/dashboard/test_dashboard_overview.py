@@ -83,7 +83,8 @@ def test_a_run_without_trouble_has_no_alarm() -> None:
     [
         ({names.GROUPS_ZERO_VARIANCE: 5.0}, "Groups without variance", "nonzero_std"),
         ({names.TRUNCATED_FRACTION: 0.3}, "Truncated samples", "max_new_tokens"),
-        ({names.REWARD_MISSING: 4.0}, "Missing rewards", "reward.timeout_seconds"),
+        ({names.REWARD_MISSING: 4.0, names.REWARD_MEAN: 0.5}, "Missing rewards", "reward.timeout_seconds"),
+        ({names.REWARD_MISSING: 64.0, names.SAMPLES_TRAINED: 0.0}, "No rewards", "paceline logs -s reward"),
         ({names.LOGPROB_GAP_MEAN: 0.2}, "Sampler and policy mismatch", "dtype"),
         ({names.SAMPLER_KL: 0.02}, "Sampler and policy mismatch", "tis"),
         ({names.LOSS: None}, "Loss is not finite", "learning_rate"),
@@ -111,6 +112,41 @@ def test_a_finished_run_is_not_stalled_and_misses_nobody() -> None:
     state.set_members([])
     view = overview(state, recent(age=900))
     assert view.alarms == [] and view.run.eta_seconds is None
+
+
+def test_what_left_with_the_run_has_ended_and_nobody_waits_any_more() -> None:
+    state = live("trainer-0", "engine-0", "engine-1", state=pb.RUN_STATE_FINISHED)
+    assert state.run is not None
+    board = StatusBoard("engine", "engine-1", "1", "r", state="READY")
+    with board.activity("weights").waiting("a weight version after 6"):
+        state.members["engine-1"].status = board.snapshot()
+    state.run.finished_time.CopyFrom(timestamp(time.time() - 3))
+    state.set_members([member("engine-0"), member("engine-1")])
+    silent = state.members["engine-0"].source
+    silent.failed("UNAVAILABLE: connection refused")
+    silent.since = time.time() - 5
+    view = overview(state, recent(age=5))
+    assert {item.member_id: item.health for item in view.members} == {
+        "trainer-0": "ended", "engine-0": "ended", "engine-1": "ok",
+    }  # fmt: skip
+    assert view.alarms == [] and view.waits == []
+
+
+def test_what_was_lost_long_before_the_end_is_told_apart() -> None:
+    state = live("engine-0", state=pb.RUN_STATE_FINISHED)
+    assert state.run is not None
+    state.run.finished_time.CopyFrom(timestamp(time.time()))
+    state.set_members([])
+    state.members["engine-0"].gone_since = time.time() - 100
+    (gone,) = overview(state, recent()).members
+    assert gone.health == "ended" and gone.since_seconds == pytest.approx(100, abs=3)
+
+
+def test_a_run_that_ended_before_a_step_says_why() -> None:
+    state = live("trainer-0", state=pb.RUN_STATE_FAILED)
+    assert state.run is not None
+    state.run.reason = "no data"
+    assert overview(state, recent(0)).awaiting == "The run has ended without a step: no data"
 
 
 def test_a_member_that_went_without_a_word_is_lost_and_one_that_drained_has_left() -> None:
