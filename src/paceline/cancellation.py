@@ -11,6 +11,20 @@ T = TypeVar("T")
 _AGAIN_SECONDS = 0.05
 
 
+async def noticing(work: Awaitable[T]) -> T:
+    """The result of `work`, for work that is short: a cancellation that it lost is raised when it has ended.
+
+    It costs no task of its own, which `cancellable` does; but a loss is noticed only once `work` returns.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    result = await work
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
+
+
 async def cancellable(work: Awaitable[T]) -> T:
     """The result of `work`. When the caller is cancelled, `work` is cancelled until it has ended.
 

@@ -14,7 +14,7 @@ from typing import Any
 import redis.asyncio
 import redis.exceptions
 
-from paceline.cancellation import cancellable
+from paceline.cancellation import cancellable, noticing
 from paceline.ledger import keys
 from paceline.rpc import errors
 
@@ -49,6 +49,13 @@ def library() -> tuple[str, str]:
     return name, f"#!lua name={name}\n{keys.lua_names()}\n{shared}\n{functions}\n"
 
 
+@cache
+def _functions() -> dict[str, bytes]:
+    """The name of each operation in Redis."""
+    name, _ = library()
+    return {operation: f"{name}_{operation}".encode() for operation in OPERATIONS}
+
+
 def _meant(error: redis.exceptions.RedisError) -> Exception:
     """The PacelineError that an operation or the connection meant."""
     if isinstance(error, redis.exceptions.ResponseError):
@@ -68,7 +75,7 @@ class ScriptRunner:
             raise ValueError("the ledger needs a Redis client with decode_responses=False: payloads are bytes")
         self.run_id = run_id
         self.client = client
-        self._prefix = keys.prefix(run_id)
+        self._prefix = keys.prefix(run_id).encode()
         self._trainer = "0 "
         self._remember("")
 
@@ -91,7 +98,7 @@ class ScriptRunner:
 
     def _remember(self, ledger_id: str) -> None:
         self._ledger_id = ledger_id
-        self._identity = f"{self.run_id} {ledger_id} {self._trainer}"
+        self._identity = f"{self.run_id} {ledger_id} {self._trainer}".encode()
 
     async def run(self, operation: str, *values: str | bytes | int | float) -> Any:
         """Run an operation that needs the ledger. Raises the PacelineError that the operation means."""
@@ -101,14 +108,13 @@ class ScriptRunner:
 
     async def run_unattached(self, operation: str, *values: str | bytes | int | float) -> Any:
         """Run an operation that may create or replace the ledger."""
-        name, text = library()
-        command = ("FCALL", f"{name}_{operation}", 1, self._prefix, self._identity, *values)
+        command = (b"FCALL", _functions()[operation], b"1", self._prefix, self._identity, *values)
         try:
-            return await cancellable(self.client.execute_command(*command))
+            return await noticing(self.client.execute_command(*command))
         except redis.exceptions.RedisError as error:
             if "Function not found" not in str(error):
                 raise _meant(error) from error
-        await self.command(self.client.function_load(text, replace=True))
+        await self.command(self.client.function_load(library()[1], replace=True))
         return await self.command(self.client.execute_command(*command))
 
     async def command(self, reply: Any) -> Any:
