@@ -48,7 +48,7 @@ KIND_OF = {
     "reward.graders": "grader",
 }  # fmt: skip
 """Which kind of plug-in a table of the run file names."""
-HIDDEN = ("train_backend",)
+HIDDEN = ("train_backend", "model_family")
 """Kinds that no plug-in table of the run file names."""
 
 

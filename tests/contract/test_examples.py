@@ -6,6 +6,7 @@ import argparse
 import copy
 import importlib
 import importlib.util
+import math
 import re
 import shlex
 import tomllib
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from paceline.cli.main import COMMANDS
-from paceline.config import RunFile, load_run_file, parse
+from paceline.config import PluginTable, RunFile, load_run_file, parse
 from paceline.config.check import check, plugin_tables
 from paceline.config.place import SERVICES, Place
 from paceline.plugins import registry
@@ -149,7 +150,7 @@ def merge(into: dict[str, Any], more: dict[str, Any]) -> None:
 def test_the_plug_ins_of_the_extending_page_are_valid(own: RunFile) -> None:
     check(own)
     kinds = {kind for kind, table, _ in plugin_tables(own) if ":" in table.name}
-    assert kinds == {"source", "filter", "grader", "estimator", "loss", "policy", "transport"}
+    assert kinds == {"source", "filter", "grader", "estimator", "loss", "correction", "policy", "transport"}
 
 
 def make(kind: str, table: Any, *arguments: Any) -> Any:
@@ -159,6 +160,7 @@ def make(kind: str, table: Any, *arguments: Any) -> Any:
 
 def test_the_plug_ins_of_the_extending_page_do_what_they_say(own: RunFile, tmp_path: Path) -> None:
     from services.reward.graders.base import GradeItem
+    from services.trainer.algorithms.base import TrajectoryTokens
 
     reward, grader = own.reward.graders
     assert registry("grader").load(reward.name)(response="ab") == 0.5
@@ -172,8 +174,11 @@ def test_the_plug_ins_of_the_extending_page_do_what_they_say(own: RunFile, tmp_p
     assert make("filter", own.rollout.filters[0]).keep(group) is None
 
     estimate = make("estimator", own.trainer.estimator).advantages([[1.0, 0.0, None], [2.0, 2.0]])
-    np.testing.assert_allclose(estimate.values[0], [1.0, -1.0, np.nan])
+    np.testing.assert_allclose(estimate.values[0], [0.5, -0.5, np.nan])
     assert estimate.missing == 1 and estimate.zero_variance == [False, True]
+    fading = make("estimator", PluginTable.model_validate({"name": "my_estimator:Fading", "fade": 0.5}))
+    tokens = fading.token_advantages([[TrajectoryTokens(2.0, 3), TrajectoryTokens(None, 1)]])
+    np.testing.assert_allclose(np.concatenate(tokens.values[0]), [0.5, 1.0, 2.0, np.nan])
 
     transport = make("transport", own.weights.transport, tmp_path, "own")
     stage = transport.stage(1)
@@ -194,6 +199,8 @@ def test_the_loss_of_the_extending_page_gives_masked_tokens_nothing(own: RunFile
     total.backward()
     assert total.item() == -1.0
     assert policy.grad is not None and policy.grad.tolist() == [-1.0, 0.0]
+    batch = TokenBatch(policy, weights, advantages, other - 1, other.masked_fill(weights == 0, float("nan")))
+    assert make("correction", own.trainer.corrections[0])(batch).tolist() == pytest.approx([math.exp(-1), 1.0])
 
 
 async def test_the_engine_backend_of_the_extending_page_serves_what_was_published(own: RunFile, tmp_path: Path) -> None:
