@@ -7,6 +7,7 @@ may estimate the divergence well and still have a gradient of something else, or
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_low_variance_is_k3_that_ends_at_ten() -> None:
 def outcomes(policy: Tensor, **fields: Tensor) -> TokenBatch:
     """One token for each outcome, weighted with the chance that the policy draws it."""
     zero = torch.zeros_like(ON_POLICY)
-    return TokenBatch(policy, ON_POLICY.exp(), zero, ON_POLICY, ON_POLICY, **fields)
+    return replace(TokenBatch(policy, ON_POLICY.exp(), zero, ON_POLICY, ON_POLICY), **fields)
 
 
 def objective_gradient(objective: Objective, fields: Callable[[Tensor], dict[str, Tensor]]) -> Tensor:

@@ -188,3 +188,36 @@ def test_description_of_a_step(tiny_model: Path) -> None:
     }  # fmt: skip
     assert {name: values[name] for name in expected} == pytest.approx(expected)
     assert values["entropy"] > 0 and values["grad_norm"] > 0 and 0 <= values["clip_fraction"] <= 1
+
+
+def test_corrections_are_in_the_record(tiny_model: Path) -> None:
+    corrections = [{"name": "icepop", "lower": 0.8, "upper": 1.25}]
+    stepper = Stepper(tiny_model, behaviour="policy", corrections=corrections)
+    values = stepper.train(group(0, [1.0, 0.0], [6, 6]), group(1, [1.0, 0.0], [6, 6])).values
+    assert 0 < values["correction_rejected_fraction"] <= 1
+    assert values["correction_weight_max"] <= 1.25
+    assert values.get("correction_sample_size", 0.0) <= 1
+
+
+def test_a_group_is_distilled_from_the_teacher_that_its_record_names(tiny_model: Path, tied_model: Path) -> None:
+    fields = {
+        "distillation": {"mode": "topk", "k": 4},
+        "teachers": {"default": {"path": str(tiny_model)}, "other": {"path": str(tied_model)}},
+    }
+    found = {}
+    for metadata in ("{}", '{"teacher": "other"}'):
+        equal = group(0, [1.0, 1.0], [3, 4])
+        equal.metadata_json = metadata
+        found[metadata] = Stepper(tiny_model, **fields).train(equal).values
+    assert [item["optimizer_updates"] for item in found.values()] == [1, 1], "zero advantages are no reason to skip it"
+    own, other = (item["distillation_kl"] for item in found.values())
+    assert abs(own) < 1e-5 < other
+
+
+def test_a_constant_denominator_is_the_same_whatever_the_lengths(tiny_model: Path) -> None:
+    stepper = Stepper(tiny_model, aggregation="constant", aggregation_length=16, loss={"name": "importance_sampling"})
+    values = stepper.train(group(0, [1.0, 0.0], [3, 3])).values
+    total = Stepper(tiny_model, aggregation="seq_mean_token_sum", loss={"name": "importance_sampling"})
+    expected = total.train(group(0, [1.0, 0.0], [3, 3])).values
+    assert values["loss"] == pytest.approx(expected["loss"] / 16, rel=1e-6)
+    assert values["grad_norm"] == pytest.approx(expected["grad_norm"] / 16, rel=1e-5)
