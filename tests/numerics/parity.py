@@ -66,7 +66,7 @@ class Record:
     """float32 [num_tokens] of each sequence under the last weights."""
     weights: dict[str, np.ndarray]
     """By Hugging Face name, after the last step."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[int, Any] = field(default_factory=dict)
     """What else a layout's probe found, by rank."""
 
 
@@ -235,14 +235,20 @@ def _run_rank(folder: Path, rank: int, size: int) -> None:
     dist.destroy_process_group()
 
 
+def _main() -> int:
+    # Registers probes in the module that is imported as `parity`, which this program is not.
+    import parity_probes
+
+    PROBES.update(parity_probes.PROBES)
+    _run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    return 0
+
+
 if __name__ == "__main__":
+    code = 1
     try:
-        import parity_probes  # noqa: F401  registers probes where a suite has some
-    except ImportError:
-        pass
-    try:
-        _run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    except BaseException:
+        code = _main()
+    except Exception:  # noqa: BLE001  the others of the group wait: end at once, with the reason in the log
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    sys.stderr.flush()
+    os._exit(code)

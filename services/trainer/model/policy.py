@@ -36,6 +36,7 @@ class Policy:
     ) -> None:
         self.path = path
         self.device = torch.device(device)
+        self._compute = dtype
         # All parameters are loaded in float32 when they are trained: the float32 masters are made from them.
         load_dtype = dtype if lora is not None or frozen or dtype == torch.float64 else torch.float32
         self.model = load_model(path, load_dtype, self.device)
@@ -116,8 +117,8 @@ class Policy:
         visible = torch.from_numpy(batch.visible).to(self.device).unsqueeze(1)
         if kernel == "sdpa":
             return visible
-        blocked = torch.finfo(self.model.dtype).min
-        return torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device).masked_fill_(~visible, blocked)
+        blocked = torch.finfo(self._compute).min
+        return torch.zeros(visible.shape, dtype=self._compute, device=self.device).masked_fill_(~visible, blocked)
 
     def _head(self) -> nn.Linear:
         return cast(nn.Linear, self.model.get_output_embeddings())

@@ -1,0 +1,120 @@
+"""The loop's checkpoints: durable before anything is acknowledged, written at once or while the next step runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config import RunFile
+from paceline.ledger import Ledger
+from paceline.rpc.patience import until_available
+from paceline.rpc.status import Activity
+from paceline.stream import SampleStream
+from paceline.telemetry import names, tracing
+from services.trainer.backends.base import TrainBackend
+from services.trainer.checkpoint import Checkpoint, CheckpointStore, step_name
+from services.trainer.control import Control
+from services.trainer.recovery import LEDGER_PART
+from services.trainer.room import until_room, with_place
+from services.trainer.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Pending:
+    """A checkpoint whose files are being written."""
+
+    step: int
+    weight_version: int
+    parts: dict[str, bytes]
+    meta: dict[str, Any]
+
+
+class Saver:
+    """Writes checkpoints of one run and acknowledges the groups in them."""
+
+    def __init__(
+        self, config: RunFile, worker: Worker, backend: TrainBackend, checkpoints: CheckpointStore, control: Control,
+        ledger: Ledger, stream: SampleStream, activity: Activity,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._worker = worker
+        self._backend = backend
+        self._checkpoints = checkpoints
+        self._control = control
+        self._ledger = ledger
+        self._stream = stream
+        self._activity = activity
+        self._pending: _Pending | None = None
+        self.saved = -1
+        """Last step that is in a checkpoint or in one that is being written."""
+        self.owed = False
+        """A checkpoint that was written in the background was lost; the next step owes one."""
+
+    async def write(self, step: int, weight_version: int, record: dict[str, Any] | None) -> Checkpoint:
+        """Write a checkpoint and return when it is durable. It counts once the coordinator knows it; see commit."""
+        pending = await self._describe(step, weight_version, record)
+        with tracing.span(names.SPAN_TRAINER_CHECKPOINT, {names.ATTRIBUTE_STEP: step}):
+            checkpoint = await until_room(
+                lambda: self._try(pending), f"the checkpoint of step {step}", self._activity.waiting
+            )
+        self.saved, self.owed = step, False
+        return checkpoint
+
+    async def begin(self, step: int, weight_version: int, record: dict[str, Any] | None) -> None:
+        """Copy the state, and write it while training goes on. `finish` makes the checkpoint of it."""
+        pending = await self._describe(step, weight_version, record)
+        stage = await asyncio.to_thread(self._checkpoints.stage, step_name(step))
+        save_optimizer = self._config.trainer.save_optimizer
+        await self._worker.run(self._backend.save_state, stage, save_optimizer, True)
+        self._pending, self.saved, self.owed = pending, step, False
+
+    async def finish(self) -> None:
+        """Make durable and commit what `begin` began; nothing when there is nothing. A lost one is owed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        self._activity.set(f"finishing the checkpoint of step {pending.step}")
+        try:
+            with tracing.span(names.SPAN_TRAINER_CHECKPOINT, {names.ATTRIBUTE_STEP: pending.step}):
+                await self._worker.run(self._backend.finish_save)
+                checkpoint = await self._publish(pending)
+        except OSError as error:
+            log.warning("the checkpoint of step %d is lost, the next step writes one: %s", pending.step, error)
+            await asyncio.to_thread(self._checkpoints.abandon, step_name(pending.step))
+            self.saved, self.owed = -1, True
+            return
+        await self.commit(checkpoint)
+
+    async def commit(self, checkpoint: Checkpoint) -> None:
+        """Only now are the groups of the steps in it settled."""
+        ledger = await asyncio.to_thread(checkpoint.file(LEDGER_PART).read_text)
+        await self._control.commit_checkpoint(checkpoint, ledger)
+        await until_available(lambda: self._stream.commit(checkpoint.step), "Redis", self._activity.waiting)
+
+    async def _describe(self, step: int, weight_version: int, record: dict[str, Any] | None) -> _Pending:
+        self._activity.set(f"writing the checkpoint of step {step}")
+        snapshot = await until_available(self._ledger.snapshot, "Redis", self._activity.waiting)
+        parts = {LEDGER_PART: json.dumps(snapshot, sort_keys=True).encode()}
+        meta = {"config_digest": self._config.digest(), "run": self._config.run.name, "record": record}
+        return _Pending(step, weight_version, parts, meta)
+
+    async def _try(self, pending: _Pending) -> Checkpoint:
+        """One try at a checkpoint. A partial one would take the room that others need, so it is removed."""
+        try:
+            stage = await asyncio.to_thread(self._checkpoints.stage, step_name(pending.step))
+            await self._worker.run(self._backend.save_state, stage, self._config.trainer.save_optimizer)
+            return await self._publish(pending)
+        except OSError as error:
+            with_place(error, self._checkpoints.root)
+            await asyncio.to_thread(self._checkpoints.abandon, step_name(pending.step))
+            raise
+
+    async def _publish(self, pending: _Pending) -> Checkpoint:
+        return await asyncio.to_thread(
+            self._checkpoints.publish_step, pending.step, pending.weight_version, pending.parts, pending.meta
+        )
