@@ -100,7 +100,7 @@ export class Chart {
     const options = {
       width: this.body.clientWidth || 300,
       height: this.height,
-      padding: [8, 6, 0, 0],
+      padding: [8, 12, 0, 0],
       legend: { show: false },
       cursor: {
         sync: { key: "steps" },
@@ -205,10 +205,15 @@ export class Chart {
       ctx.moveTo(bbox.left, y);
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
-      ctx.fillStyle = colour("ink-3");
       ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
       ctx.textAlign = "right";
-      ctx.fillText(`alarm ${item.alarm}`, bbox.left + bbox.width - 2, y + (order ? 13 : -5) * devicePixelRatio);
+      const words = `alarm ${item.alarm}`;
+      const [right, base] = [bbox.left + bbox.width - 2, y + (order ? 13 : -5) * devicePixelRatio];
+      const wide = ctx.measureText(words).width + 6 * devicePixelRatio;
+      ctx.fillStyle = faded(colour("surface"), 0.85);
+      ctx.fillRect(right - wide, base - 9 * devicePixelRatio, wide, 11 * devicePixelRatio);
+      ctx.fillStyle = colour("ink-3");
+      ctx.fillText(words, right, base);
       ctx.restore();
     }
   }
@@ -218,6 +223,7 @@ export class Chart {
     const columns = this.columns;
     if (!columns) return;
     const at = index === null || index === undefined ? null : index;
+    this.figure.dataset.range = [this.plot?.scales.y.min, this.plot?.scales.y.max].join(" ");
     setText(this.at, at === null ? "" : `step ${columns.x[at]}`);
     this.series.forEach((item, which) => {
       const column = columns[item.key] || [];

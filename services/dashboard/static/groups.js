@@ -118,7 +118,7 @@ export class Groups {
 
   waterfall(trace) {
     const calls = trace.spans.filter(isCall).length;
-    const spans = this.showCalls ? trace.spans : trace.spans.filter((span) => !isCall(span));
+    const spans = this.showCalls ? trace.spans : withoutCalls(trace.spans);
     const total = trace.duration || 1e-9;
     const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => element("span", {}, duration(share * total)));
     return [
@@ -132,6 +132,16 @@ export class Groups {
 }
 
 const isCall = (span) => span.name.startsWith("/") || "rpc.system" in span.attributes;
+
+// Spans come parents first, so what stood under a call moves up to where the call was.
+function withoutCalls(spans) {
+  const depths = new Map();
+  return spans.flatMap((span) => {
+    const depth = depths.get(span.parent_id) ?? 0;
+    depths.set(span.span_id, isCall(span) ? depth : depth + 1);
+    return isCall(span) ? [] : [{ ...span, depth }];
+  });
+}
 
 function strip(trace) {
   const items = PHASES.map(([name, label, colour]) => {

@@ -75,6 +75,12 @@ class FakeCoordinator(pb_grpc.CoordinatorServiceServicer):
         self.run.last_step = max(self.run.last_step, record.step if record.kind == pb.RECORD_KIND_TRAIN else 0)
         await self.announce()
 
+    async def finish(self, state: pb.RunState, reason: str) -> None:
+        """End the run."""
+        self.run.state, self.run.reason = state, reason
+        self.run.finished_time.CopyFrom(timestamp(time.time()))
+        await self.announce()
+
     async def announce(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -113,15 +119,20 @@ class FakeCoordinator(pb_grpc.CoordinatorServiceServicer):
                 yield pb.WatchStepsResponse(header=self._header(), record=self.records[key])
         while True:
             async with self._changed:
-                while sent == len(self._sent):
+                while sent == len(self._sent) and self.run.state == pb.RUN_STATE_ACTIVE:
                     await self._changed.wait()
             for record in self._sent[sent:]:
                 yield pb.WatchStepsResponse(header=self._header(), record=record)
             sent = len(self._sent)
+            if self.run.state != pb.RUN_STATE_ACTIVE:
+                yield pb.WatchStepsResponse(header=self._header(), run=self.run)
+                return
 
     async def WatchMembers(self, request: object, context: object) -> AsyncIterator[pb.WatchMembersResponse]:
         while True:
             yield pb.WatchMembersResponse(header=self._header(), members=self.members.values())
+            if self.run.state != pb.RUN_STATE_ACTIVE:
+                return
             async with self._changed:
                 await self._changed.wait()
 

@@ -21,6 +21,7 @@ import redis.asyncio
 from dashboard_fake_run import RUN, FakeRun, Spans, dashboard, evaluation_record, fake_run, step_record
 from playwright.async_api import Browser, Page, async_playwright, expect
 
+from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.ledger import Ledger
 from paceline.rpc.status import timestamp
 from paceline.telemetry import names
@@ -225,6 +226,61 @@ async def test_an_empty_run_says_what_it_waits_for(tmp_path: Path, redis_url: st
             await expect(page.locator("#curves")).to_be_visible()
             await expect(page.locator("#empty")).to_be_hidden()
             await expect(page.locator("#fact-step")).to_have_text("1 of 100")
+
+
+async def test_a_finished_run_is_calm_and_shows_what_it_measured(
+    tmp_path: Path, redis_url: str, redis_client: redis.asyncio.Redis, browser: Browser
+) -> None:
+    await fill_ledger(redis_client)
+    async with fake_run() as run:
+        await run.add_usual()
+        for step in range(1, 7):
+            record = step_record(step, **{names.REWARD_MEAN: 0.9, names.REWARD_STD: 0.3})
+            del record.values[names.KL_REFERENCE]
+            await run.coordinator.record(record)
+        async with dashboard(run, tmp_path, redis_url) as process, visit(browser, process) as watched:
+            page = watched.page
+            await expect(page.locator("#chart-reward figure")).to_have_attribute("data-points", "6")
+            await expect(page.locator("#chart-kl")).to_be_hidden()
+            await expect(page.locator("#chart-loss")).to_be_visible()
+            low, high = map(
+                float, (await page.locator("#chart-reward figure").get_attribute("data-range") or "").split()
+            )
+            assert 0.5 < low < 0.6 and 1.0 <= high < 1.05, "rewards from 0 to 1: the spread is not drawn beyond"
+            await run.coordinator.finish(pb.RUN_STATE_FINISHED, "trained 6 steps")
+            await run.vanish("trainer-0")
+            del run.coordinator.members["trainer-0"]
+            trainer = page.locator("#others li", has_text="trainer-0")
+            await expect(trainer).to_contain_text("ended with the run")
+            await expect(trainer.locator(".health")).to_have_attribute("data-health", "ended")
+            grey = "getComputedStyle(document.querySelector('#others .health[data-health=ended]')).color"
+            quiet = "getComputedStyle(document.querySelector('#foot')).color"
+            assert await page.evaluate(grey) == await page.evaluate(quiet), "as quiet as the small print"
+            await expect(page.locator("#run-state")).to_have_text("finished")
+            await expect(page.locator("#waits")).to_contain_text("nobody waits for anybody")
+            await expect(page.locator("#alarm-list")).to_contain_text("Nothing needs your attention")
+            await expect(page.locator("#sources")).to_be_hidden()
+            await watched.shot("finished")
+
+
+async def test_a_run_without_rewards_says_so(tmp_path: Path, redis_url: str, browser: Browser) -> None:
+    async with fake_run() as run:
+        await run.add_usual()
+        for step in range(1, 4):
+            record = step_record(step, **{names.REWARD_MISSING: 64.0, names.SAMPLES_TRAINED: 0.0})
+            for name in (names.REWARD_MEAN, names.REWARD_STD):
+                del record.values[name]
+            await run.coordinator.record(record)
+        await run.coordinator.finish(pb.RUN_STATE_FAILED, "not one of the 192 trajectories had a reward")
+        async with dashboard(run, tmp_path, redis_url) as process, visit(browser, process) as watched:
+            page = watched.page
+            await expect(page.locator("#run-state")).to_have_text("failed")
+            await expect(page.locator("#run-about")).to_contain_text("not one of the 192 trajectories had a reward")
+            await expect(page.locator("#alarm-list")).to_contain_text("Not one of the 192 trajectories")
+            await expect(page.locator("#chart-reward .plot")).to_have_attribute(
+                "data-empty", "no trajectory has had a reward"
+            )
+            await watched.shot("no-rewards")
 
 
 async def test_a_dead_service_is_shown_as_dead(tmp_path: Path, redis_url: str, browser: Browser) -> None:
