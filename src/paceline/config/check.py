@@ -27,6 +27,8 @@ def check(config: RunFile, data: bool = True) -> None:
             _check_table(kind, table, where)
         except ConfigError as error:
             faults += str(error).splitlines()
+    if not faults:
+        faults += _critic_faults(config)
     folder = Path(config.model.path)
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).exists():
@@ -65,6 +67,17 @@ def _check_table(kind: str, table: PluginTable, where: str) -> None:
         _check_function(plugin, kind, table, where)
     else:
         plugin_options(table, options_model(plugin, kind, table, where), where)
+
+
+def _critic_faults(config: RunFile) -> list[str]:
+    """A critic without an estimator that uses its values would train for nobody, and the other way round."""
+    table = config.trainer.estimator
+    uses_values = "values" in getattr(load_plugin("estimator", table, "trainer.estimator"), "needs", ())
+    if uses_values == (config.trainer.critic is not None):
+        return []
+    if uses_values:
+        return [f"trainer.estimator.name = {table.name!r} needs a critic; add a table [trainer.critic]"]
+    return [f"trainer.critic: trainer.estimator.name = {table.name!r} uses no values; leave the table out"]
 
 
 def _check_function(function: Any, kind: str, table: PluginTable, where: str) -> None:

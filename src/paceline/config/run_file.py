@@ -169,7 +169,7 @@ def describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -
     lines = []
     for item in error.errors():
         location = [str(part) for part in item["loc"]]
-        key = prefix + ".".join(location)
+        key = (prefix + ".".join(location)).removesuffix(".")
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r}{_nearest(model, location)}")
         elif item["type"] == "missing":

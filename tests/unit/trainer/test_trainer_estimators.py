@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import ConfigError, PluginTable, make_plugin
+from paceline.config import ConfigError, PluginTable, load_run_file, make_plugin
+from paceline.config.check import check
 from paceline.plugins import registry
 from services.trainer.algorithms.base import TrajectoryTokens
 from services.trainer.rewards import InvalidReward
 
 T = TypeVar("T")
+ROOT = Path(__file__).parents[3]
 NAMES = registry("estimator").available()
 GROUP_RELATIVE = ("dr_grpo", "grpo", "maxrl", "reinforce_plus_plus_baseline", "rloo")
 Groups = list[list[float | None]]
@@ -197,3 +200,19 @@ def test_maxrl_refuses_negative_rewards() -> None:
 def test_a_kl_in_the_reward_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ConfigError, match=r"kl_coefficient.*a KL in the reward is refused.*trainer\.kl_coefficient"):
         make(name, kl_coefficient=0.1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.critic.epochs=2"], r"trainer\.critic: .*'grpo' uses no values; leave the table out"),
+        (["trainer.estimator.name=ppo"], r"estimator = 'ppo' needs values; add a table \[trainer\.critic\]"),
+        (
+            ["trainer.estimator.kl_coefficient=0.1"],
+            r"^trainer\.estimator: kl_coefficient: a KL in the reward is refused",
+        ),
+    ],
+)
+def test_a_run_file_with_a_key_that_would_do_nothing_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(load_run_file(ROOT / "examples/sort4/run.toml", overrides), data=False)
