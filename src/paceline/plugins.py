@@ -19,6 +19,7 @@ PACKAGES = {
     "loss": "services.trainer.losses",
     "correction": "services.trainer.corrections",
     "train_backend": "services.trainer.backends",
+    "model_family": "services.trainer.models",
     "transport": "paceline.weights.transports",
     "engine_backend": "services.engine.backends",
     "source": "services.rollout.sources",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -24,16 +25,23 @@ def export_model(policy: Policy, masters: dict[str, Tensor], directory: Path, dt
     The adapter is merged in float32 from its masters: W + (alpha / rank) B A.
     """
     tensors = _merged(policy, masters) if policy.peft is not None else dict(masters)
+    generation = getattr(policy.model, "generation_config", None)
+    write_folder(tensors, policy.model.config, generation, policy.path, directory, dtype)
+
+
+def write_folder(
+    tensors: dict[str, Tensor], config: Any, generation: Any, source: Path, directory: Path, dtype: torch.dtype
+) -> None:
+    """Write whole tensors by Hugging Face name in `dtype`, with configurations, and the tokenizer files of `source`."""
     content = {name: item.to(dtype).cpu().contiguous() for name, item in tensors.items()}
     safetensors.torch.save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
-    config = policy.model.config
     config.dtype = dtype
     config.save_pretrained(directory)
-    if getattr(policy.model, "generation_config", None) is not None:
-        policy.model.generation_config.save_pretrained(directory)
+    if generation is not None:
+        generation.save_pretrained(directory)
     for name in _TOKENIZER_FILES:
-        if (policy.path / name).is_file():
-            shutil.copyfile(policy.path / name, directory / name)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
 
 
 def _merged(policy: Policy, masters: dict[str, Tensor]) -> dict[str, Tensor]:
