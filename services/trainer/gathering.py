@@ -19,6 +19,19 @@ def groups_of(groups: Sequence[Group]) -> np.ndarray:
     return np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 
 
+def token_zeros(groups: Sequence[Group]) -> list[list[np.ndarray]]:
+    """float32 [num_tokens] for each datum of each group, all 0."""
+    return [[np.zeros(len(datum.token_ids), np.float32) for datum in group] for group in groups]
+
+
+def scatter_tokens(values: Tensor, datum_index: np.ndarray, token_index: np.ndarray, out: Sequence[np.ndarray]) -> None:
+    """Write `values` [N] to the tokens `token_index` of the arrays `datum_index` of `out`."""
+    numbers = values.float().cpu().numpy()
+    for datum in np.unique(datum_index):
+        chosen = datum_index == datum
+        out[datum][token_index[chosen]] = numbers[chosen]
+
+
 def gather_tokens(
     data: Sequence[Datum], datum_index: np.ndarray, token_index: np.ndarray, group_of_datum: np.ndarray,
     policy_logprobs: Tensor, *, reference_logprobs: Tensor | None = None, entropy: Tensor | None = None,

@@ -17,7 +17,7 @@ from paceline.plugins import registry
 from services.trainer.backends.base import PassResult, StepOutcome
 from services.trainer.batching import plan_micro_batches
 from services.trainer.datum import Datum, Group
-from services.trainer.gathering import gather_tokens, gather_topk_ids, groups_of
+from services.trainer.gathering import gather_tokens, gather_topk_ids, groups_of, scatter_tokens, token_zeros
 from services.trainer.loss_metrics import merge
 from services.trainer.model.export import export_model
 from services.trainer.model.layers import checkpoint_activations, compile_layers
@@ -71,11 +71,11 @@ class TorchBackend:
     def forward(self, groups: Sequence[Group], reference: bool = False) -> list[list[np.ndarray]]:
         """See TrainBackend.forward."""
         data = self._checked(groups)
-        result = _zeros(groups)
+        result = token_zeros(groups)
         flat = [item for group in result for item in group]
         for batch in self._batches(groups, data, every_token=True):
             logprobs = self._reference_logprobs(batch) if reference else self._plain_score(self.policy, batch)
-            _scatter(batch, logprobs, flat)
+            scatter_tokens(logprobs, batch.datum_index, batch.token_index, flat)
         self._world.sum_arrays(flat)
         return result
 
@@ -84,7 +84,9 @@ class TorchBackend:
     ) -> PassResult:
         """See TrainBackend.forward_backward."""
         data = self._checked(groups)
-        result = PassResult(policy_logprobs=_zeros(groups), num_tokens=sum(int((d.weights != 0).sum()) for d in data))
+        result = PassResult(
+            policy_logprobs=token_zeros(groups), num_tokens=sum(int((d.weights != 0).sum()) for d in data)
+        )
         flat = [item for group in result.policy_logprobs for item in group]
         group_of_datum = groups_of(groups)
         self.policy.set_dropout(self._dropout)
@@ -99,7 +101,7 @@ class TorchBackend:
             if tokens.entropy is not None:
                 sums.metrics["entropy_sum"] = unmasked(tokens.entropy.detach(), tokens.mask).sum()
             merge(result.metrics, {name: float(value) for name, value in sums.metrics.items()})
-            _scatter(batch, tokens.policy_logprobs.detach(), flat)
+            scatter_tokens(tokens.policy_logprobs.detach(), batch.datum_index, batch.token_index, flat)
         self.policy.set_dropout(False)
         self._add_ranks(result, flat)
         return result
@@ -242,14 +244,3 @@ class TorchBackend:
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
-
-
-def _zeros(groups: Sequence[Group]) -> list[list[np.ndarray]]:
-    return [[np.zeros(len(datum.token_ids), np.float32) for datum in group] for group in groups]
-
-
-def _scatter(batch: PackedBatch, values: Tensor, out: list[np.ndarray]) -> None:
-    numbers = values.float().cpu().numpy()
-    for datum in np.unique(batch.datum_index):
-        chosen = batch.datum_index == datum
-        out[datum][batch.token_index[chosen]] = numbers[chosen]

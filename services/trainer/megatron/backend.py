@@ -14,7 +14,7 @@ from paceline.config.trainer import TrainerConfig
 from services.trainer.backends.results import PassResult, StepOutcome
 from services.trainer.batching import plan_ranks
 from services.trainer.datum import Datum, Group
-from services.trainer.gathering import gather_tokens, groups_of
+from services.trainer.gathering import gather_tokens, groups_of, scatter_tokens, token_zeros
 from services.trainer.loss_metrics import merge
 from services.trainer.megatron import passes
 from services.trainer.megatron.collecting import collect
@@ -67,13 +67,13 @@ class Replica:
     def forward(self, groups: Sequence[Group], reference: bool) -> list[list[np.ndarray]]:
         """See TrainBackend.forward."""
         data = self._checked(groups)
-        result = _zeros(groups)
+        result = token_zeros(groups)
         flat = [item for group in result for item in group]
         streams = self._streams(groups, data, every_token=True)
         found = passes.logprobs(self._reference_stage() if reference else self.stage, streams)
         if self.layout.counts:
             for stream, values in zip(streams, found, strict=True):
-                _scatter(stream, values, flat)
+                scatter_tokens(values, stream.datum_index, stream.token_index, flat)
         self._world.sum_arrays(flat)
         return result
 
@@ -82,7 +82,9 @@ class Replica:
     ) -> PassResult:
         """See TrainBackend.forward_backward."""
         data = self._checked(groups)
-        result = PassResult(policy_logprobs=_zeros(groups), num_tokens=sum(int((d.weights != 0).sum()) for d in data))
+        result = PassResult(
+            policy_logprobs=token_zeros(groups), num_tokens=sum(int((d.weights != 0).sum()) for d in data)
+        )
         flat = [item for group in result.policy_logprobs for item in group]
         streams = self._streams(groups, data, every_token)
         known = passes.logprobs(self._reference_stage(), streams) if reference else []
@@ -103,7 +105,7 @@ class Replica:
                 sums.metrics["entropy_sum"] = unmasked(entropy.detach(), tokens.mask).sum()
                 result.loss_sum += sums.total.item()
                 merge(result.metrics, {name: float(value) for name, value in sums.metrics.items()})
-                _scatter(stream, logprobs.detach(), flat)
+                scatter_tokens(logprobs.detach(), stream.datum_index, stream.token_index, flat)
             return sums.total + nothing if tokens.mask.any() else nothing
 
         passes.train(self.stage, self.updates.model, streams, score, objective.needs_entropy)
@@ -187,14 +189,3 @@ class Replica:
             stream_of([index for part in batch for index in members[part]], data, every_token, self.stage.multiple)
             for batch in plan[self.layout.data.rank]
         ]
-
-
-def _zeros(groups: Sequence[Group]) -> list[list[np.ndarray]]:
-    return [[np.zeros(len(datum.token_ids), np.float32) for datum in group] for group in groups]
-
-
-def _scatter(stream: Stream, values: Tensor, out: list[np.ndarray]) -> None:
-    numbers = values.float().cpu().numpy()
-    for datum in np.unique(stream.datum_index):
-        chosen = stream.datum_index == datum
-        out[datum][stream.token_index[chosen]] = numbers[chosen]

@@ -56,9 +56,3 @@ def set_weight_decay(optimizer: Any, weight_decay: float) -> None:
     """Vectors are not decayed. The optimizer only notes their factor 0; a scheduler of megatron-core would apply it."""
     for group in optimizer.param_groups:
         group["weight_decay"] = weight_decay * group["wd_mult"]
-
-
-def clear_gradients(model: Any, optimizer: Any) -> None:
-    """Clear the buffer that gradients are summed in and what points into it: either alone would add them twice."""
-    model.zero_grad_buffer()
-    optimizer.zero_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.config.trainer import OptimizerConfig
 from services.trainer.backends.results import StepOutcome
-from services.trainer.megatron.compat import clear_gradients, set_weight_decay
+from services.trainer.megatron.compat import set_weight_decay
 from services.trainer.megatron.model import Stage
 from services.trainer.megatron.parameters import Entry
 from services.trainer.ranks.world import World
@@ -83,7 +83,8 @@ class Updates:
 
     def clear(self) -> None:
         """Forget the pending gradient."""
-        clear_gradients(self.model, self._optimizer)
+        self.model.zero_grad_buffer()
+        self._optimizer.zero_grad()
         self.pending = False
 
     @torch.no_grad()
