@@ -122,13 +122,21 @@ class Ranks:
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             running = [item for item in self._processes.values() if item.returncode is None]
             if not running:
-                return
+                break
             for process in running:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
                     await asyncio.gather(*(process.wait() for process in running))
+        if not self.one_died:
+            self._name_the_dead()
+
+    def _name_the_dead(self) -> None:
+        """Say which ranks ended by themselves: an error of this one that a connection was lost comes of that."""
+        for rank, process in self._processes.items():
+            if process.returncode:
+                log.error("rank %d %s; its own words are further up in this log", rank, _how(process.returncode))
 
 
 def join(seat: Seat, device: str, store: Any = None) -> World:
