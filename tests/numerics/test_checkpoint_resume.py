@@ -118,3 +118,55 @@ def test_loading_forgets_a_pending_gradient(tiny_model: Path, tmp_path: Path) ->
     subject.forward_backward(make_groups([[3, 5]], [6]), PPO)
     subject.load_state(checkpoint.directory)
     assert not subject.optim_step(1.0, 0.1).stepped
+
+
+@pytest.mark.parametrize("how", ["not saved", "not loaded"])
+def test_without_the_optimizer_progress_and_masters_stay(tiny_model: Path, tmp_path: Path, how: str) -> None:
+    first = make(tiny_model, "full bfloat16")
+    train(first, range(3))
+    checkpoint = saved(first, tmp_path, optimizer=how != "not saved")
+    assert (checkpoint.directory / "optimizer").exists() == (how != "not saved")
+    second = make(tiny_model, "full bfloat16")
+    second.load_state(checkpoint.directory, optimizer=how != "not loaded")
+    assert second.updates == 3 and equal(weights(second), weights(first))
+    train(first, range(3, 5))
+    train(second, range(3, 5))
+    assert second.updates == 5
+    assert not equal(weights(second), weights(first)), "moments were loaded after all"
+
+
+def test_a_save_in_the_background_is_of_the_moment_of_the_call(tiny_model: Path, tmp_path: Path) -> None:
+    first, directory = make(tiny_model, "full float32"), tmp_path / "state"
+    train(first, range(2))
+    wanted = files(first, tmp_path / "now")
+    directory.mkdir()
+    first.save_state(directory, background=True)
+    train(first, range(2, 4))
+    first.finish_save()
+    found = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    assert found == wanted
+
+
+def test_an_error_of_a_save_in_the_background_is_not_lost(tiny_model: Path, tmp_path: Path) -> None:
+    subject = make(tiny_model, "full float32")
+    (tmp_path / "file").write_text("")
+    subject.save_state(tmp_path / "file", background=True)
+    with pytest.raises(OSError, match="file"):
+        subject.finish_save()
+    subject.finish_save()
+
+
+def test_activation_checkpointing_changes_no_bit(tiny_model: Path) -> None:
+    plain = make(tiny_model, "full float32")
+    config = TrainerConfig.model_validate({"parallel": {"activation_checkpointing": True}})
+    recomputed = TorchBackend(tiny_model, config, 0)
+    assert train(plain, range(2)) == train(recomputed, range(2))
+    assert equal(weights(plain), weights(recomputed))
+
+
+def test_a_torn_piece_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    subject = make(tiny_model, "full float32")
+    checkpoint = saved(subject, tmp_path)
+    checkpoint.file(PARAMETERS_FILE).write_bytes(b"\0" * 100)
+    with pytest.raises(errors.DataLoss, match="rank-00000"):
+        subject.load_state(checkpoint.directory)
