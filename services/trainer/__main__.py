@@ -16,20 +16,20 @@ from paceline.rpc.membership import RUN_ENDED
 from paceline.rpc.runtime import ServiceContext, run_service
 from paceline.stream import SampleStream
 from services.trainer.checkpoint import CheckpointStore
-from services.trainer.control import Control
 from services.trainer.critic.critic import make_critic
 from services.trainer.critic.with_critic import with_critic
-from services.trainer.estimation import check_estimator
-from services.trainer.loop import Parts, TrainingLoop
-from services.trainer.metrics import MetricsFile
+from services.trainer.estimation.estimate import check_estimator
 from services.trainer.objective import Objective
-from services.trainer.primitives import Primitives
-from services.trainer.publication import Publisher
 from services.trainer.ranks.process import LedRanks, run_rank
-from services.trainer.schedule import learning_rate
+from services.trainer.run.control import Control
+from services.trainer.run.loop import Parts, TrainingLoop
+from services.trainer.run.metrics import MetricsFile
+from services.trainer.run.primitives import Primitives
+from services.trainer.run.publication import Publisher
 from services.trainer.server import TrainerServer
 from services.trainer.slot import Slot
-from services.trainer.step import StepTrainer
+from services.trainer.step.schedule import learning_rate
+from services.trainer.step.step_trainer import StepTrainer
 from services.trainer.worker import Worker
 
 

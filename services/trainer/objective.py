@@ -10,9 +10,9 @@ from paceline.config import StrictModel, make_plugin
 from paceline.config.base import PluginTable
 from paceline.config.trainer import DistillationConfig, TrainerConfig
 from services.trainer.corrections.base import Correction
-from services.trainer.distillation import distilled_advantages, topk_divergence
-from services.trainer.kl import KlKind, kl_estimate
 from services.trainer.losses.base import Loss, LossSums, TokenBatch, unmasked
+from services.trainer.penalties.distillation import distilled_advantages, topk_divergence
+from services.trainer.penalties.kl import KlKind, kl_estimate
 
 if TYPE_CHECKING:
     from torch import Tensor

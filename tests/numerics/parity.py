@@ -149,7 +149,7 @@ def _gap(one: Any, other: Any) -> float:
 def _train(backend: Any, layout: Layout) -> Record:
     """Train the case's steps, on rank 0 or alone."""
     from services.trainer.objective import Objective
-    from services.trainer.step import StepTrainer
+    from services.trainer.step.step_trainer import StepTrainer
 
     config = layout.config()
     if layout.load:

@@ -14,8 +14,8 @@ from tiny_policies import VOCABULARY, make_groups
 from paceline.config.trainer import TrainerConfig
 from paceline.rpc import errors
 from services.trainer.critic.critic import Critic
+from services.trainer.critic.residency import Residency
 from services.trainer.datum import Datum
-from services.trainer.residency import Residency
 
 
 def make(path: Path, dtype: str | None = None, critic: dict | None = None, **fields: object) -> Critic:

@@ -9,8 +9,8 @@ import torch
 from token_batches import TOPK, make_batch
 from torch import Tensor
 
-from services.trainer.distillation import distilled_advantages, topk_divergence
 from services.trainer.objective import Objective
+from services.trainer.penalties.distillation import distilled_advantages, topk_divergence
 
 COUNT, VOCABULARY, K = 6, 9, 4
 

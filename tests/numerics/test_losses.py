@@ -11,12 +11,12 @@ import torch
 from token_batches import GROUPS, LENGTHS, make_batch
 
 from paceline.config import ConfigError
+from services.trainer.critic.value_loss import clipped_value_loss
 from services.trainer.losses.base import TokenBatch
 from services.trainer.losses.dpo import Dpo
 from services.trainer.losses.policy_gradient import PolicyGradient
 from services.trainer.losses.ppo import Ppo
 from services.trainer.objective import Objective
-from services.trainer.value_loss import clipped_value_loss
 
 
 @dataclass

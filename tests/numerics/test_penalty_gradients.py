@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.kl import KlKind, kl_estimate
 from services.trainer.losses.base import TokenBatch
 from services.trainer.objective import Objective
+from services.trainer.penalties.kl import KlKind, kl_estimate
 
 LOGITS = torch.tensor([0.4, -0.3, 0.9, -1.2, 0.1], dtype=torch.float64)
 BASE = torch.tensor([-0.2, 0.5, 0.3, -0.4, 0.8], dtype=torch.float64).log_softmax(0)

@@ -17,8 +17,8 @@ from paceline.config import ConfigError
 from paceline.config.trainer import TrainerConfig
 from services.trainer.backends.torch import TorchBackend
 from services.trainer.datum import Datum, InvalidDatum
-from services.trainer.distillation import topk_divergence
 from services.trainer.objective import Objective
+from services.trainer.penalties.distillation import topk_divergence
 
 LENGTHS, PROMPTS = [[3, 1, 5], [2, 4]], [6, 4]
 TEMPERATURE = 0.8

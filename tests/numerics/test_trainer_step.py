@@ -15,8 +15,8 @@ from paceline.samples import COMPLETED, FAILED, TRUNCATED, InvalidSample, Sample
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.backends.torch import TorchBackend
 from services.trainer.objective import Objective
-from services.trainer.step import StepResult, StepTrainer
-from services.trainer.step_data import StepGroup
+from services.trainer.step.data import StepGroup
+from services.trainer.step.step_trainer import StepResult, StepTrainer
 
 MISSING = reward_pb2.Reward(missing=reward_pb2.MissingReward(reason=reward_pb2.MISSING_REASON_GRADER_ERROR))
 

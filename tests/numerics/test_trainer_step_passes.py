@@ -19,11 +19,11 @@ from services.trainer.backends.torch import TorchBackend
 from services.trainer.critic.critic import make_critic
 from services.trainer.critic.with_critic import with_critic
 from services.trainer.datum import Group
-from services.trainer.estimation import check_estimator
+from services.trainer.estimation.estimate import check_estimator
 from services.trainer.objective import Objective
-from services.trainer.schedule import learning_rate
-from services.trainer.step import StepResult, StepTrainer
-from services.trainer.step_data import StepGroup, cuts
+from services.trainer.step.data import StepGroup, cuts
+from services.trainer.step.schedule import learning_rate
+from services.trainer.step.step_trainer import StepResult, StepTrainer
 
 
 class Trainer:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from paceline.plugins import registry
 from services.trainer.algorithms.base import Advantages, Rewards
-from services.trainer.rewards import OptionsWithoutKl, by_group
+from services.trainer.estimation.rewards import OptionsWithoutKl, by_group
 
 
 @registry("estimator").register("grpo")

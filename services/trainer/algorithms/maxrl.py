@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.plugins import registry
 from services.trainer.algorithms.base import Advantages, Rewards
-from services.trainer.rewards import InvalidReward, OptionsWithoutKl, by_group
+from services.trainer.estimation.rewards import InvalidReward, OptionsWithoutKl, by_group
 
 
 @registry("estimator").register("maxrl")

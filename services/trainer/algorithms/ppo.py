@@ -9,9 +9,9 @@ from pydantic import Field
 
 from paceline.plugins import registry
 from services.trainer.algorithms.base import TokenAdvantages, TrajectoryTokens
-from services.trainer.discounting import discounted_sums
-from services.trainer.rewards import OptionsWithoutKl, is_flat, reward_array
-from services.trainer.whitening import whiten
+from services.trainer.estimation.discounting import discounted_sums
+from services.trainer.estimation.rewards import OptionsWithoutKl, is_flat, reward_array
+from services.trainer.estimation.whitening import whiten
 
 
 @registry("estimator").register("ppo")

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.plugins import registry
 from services.trainer.algorithms.base import Advantages, Rewards
-from services.trainer.rewards import OptionsWithoutKl, by_group, is_flat, reward_array
+from services.trainer.estimation.rewards import OptionsWithoutKl, by_group, is_flat, reward_array
 
 
 @registry("estimator").register("reinforce")

@@ -11,9 +11,9 @@ from pydantic import Field
 from paceline.config import StrictModel
 from paceline.plugins import registry
 from services.trainer.algorithms.base import TokenAdvantages, TrajectoryTokens
-from services.trainer.discounting import discounted_sums
-from services.trainer.rewards import is_flat, reward_array
-from services.trainer.whitening import whiten
+from services.trainer.estimation.discounting import discounted_sums
+from services.trainer.estimation.rewards import is_flat, reward_array
+from services.trainer.estimation.whitening import whiten
 
 
 @registry("estimator").register("reinforce_plus_plus")

@@ -9,8 +9,8 @@ import numpy as np
 
 from paceline.plugins import registry
 from services.trainer.algorithms.base import TokenAdvantages, TrajectoryTokens
-from services.trainer.rewards import OptionsWithoutKl, by_group
-from services.trainer.whitening import whiten
+from services.trainer.estimation.rewards import OptionsWithoutKl, by_group
+from services.trainer.estimation.whitening import whiten
 
 
 @registry("estimator").register("reinforce_plus_plus_baseline")

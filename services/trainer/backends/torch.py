@@ -20,6 +20,7 @@ from services.trainer.datum import Datum, Group
 from services.trainer.gathering import gather_tokens, gather_topk_ids, groups_of, scatter_tokens, token_zeros
 from services.trainer.loss_metrics import merge
 from services.trainer.model.export import export_model
+from services.trainer.model.host_swap import HostSwap
 from services.trainer.model.layers import checkpoint_activations, compile_layers
 from services.trainer.model.masters import Masters
 from services.trainer.model.policy import Policy
@@ -28,7 +29,6 @@ from services.trainer.model.teachers import Teachers
 from services.trainer.objective import Objective
 from services.trainer.packing import PackedBatch, Row, pack, rows_of
 from services.trainer.ranks.world import World
-from services.trainer.residency import HostSwap
 from services.trainer.token_batch import TokenBatch, unmasked
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from services.trainer.critic.residency import Resident
 from services.trainer.datum import Group
-from services.trainer.residency import Resident
 
 
 class ValueTrainer(Resident, Protocol):

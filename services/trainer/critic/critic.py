@@ -15,15 +15,15 @@ from paceline.config.trainer import TrainerConfig
 from paceline.rpc import errors
 from paceline.telemetry import names
 from services.trainer.batching import plan_micro_batches
+from services.trainer.critic.value_loss import clipped_value_loss
 from services.trainer.critic.value_model import ValueModel
 from services.trainer.datum import Datum, Group
+from services.trainer.model.host_swap import HostSwap
 from services.trainer.model.masters import Masters
 from services.trainer.model.state import BackgroundSave
 from services.trainer.packing import PackedBatch, pack, rows_of
-from services.trainer.residency import HostSwap
-from services.trainer.schedule import learning_rate
-from services.trainer.step_data import cuts
-from services.trainer.value_loss import clipped_value_loss
+from services.trainer.step.data import cuts
+from services.trainer.step.schedule import learning_rate
 
 FOLDER = "critic"
 """Of its state, in the directory of the policy's."""

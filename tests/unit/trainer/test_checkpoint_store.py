@@ -12,7 +12,7 @@ import pytest
 from paceline.rpc import errors
 from services.trainer.checkpoint import CheckpointStore, step_name
 from services.trainer.disk import Disk
-from services.trainer.metrics import MetricsFile
+from services.trainer.run.metrics import MetricsFile
 
 
 class Killed(BaseException):

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.trainer import OptimizerConfig
-from services.trainer.aggregation import denominators
 from services.trainer.batching import plan_micro_batches
 from services.trainer.datum import Datum
 from services.trainer.packing import Row, common_prefix, pack, rows_of
-from services.trainer.schedule import learning_rate
+from services.trainer.step.aggregation import denominators
+from services.trainer.step.schedule import learning_rate
 
 SHAPES = st.lists(st.tuples(st.integers(1, 8), st.integers(1, 60)), max_size=12)
 

@@ -13,7 +13,7 @@ from paceline.ledger import Ledger
 from paceline.rpc.status import StatusBoard
 from paceline.stream import SampleStream
 from paceline.testing.groups import make_group
-from services.trainer.loop import TrainingLoop
+from services.trainer.run.loop import TrainingLoop
 
 
 async def test_a_group_that_is_refused_as_stale_is_issued_again_and_never_dropped(

@@ -16,7 +16,7 @@ from paceline.config import ConfigError, PluginTable, load_run_file, make_plugin
 from paceline.config.check import check
 from paceline.plugins import registry
 from services.trainer.algorithms.base import TrajectoryTokens
-from services.trainer.rewards import InvalidReward
+from services.trainer.estimation.rewards import InvalidReward
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[3]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.aggregation import denominators
 from services.trainer.datum import Datum, InvalidDatum
 from services.trainer.gathering import gather_tokens, gather_topk_ids, groups_of
+from services.trainer.step.aggregation import denominators
 
 
 def datum(name: str, length: int, **fields: np.ndarray | None) -> Datum:

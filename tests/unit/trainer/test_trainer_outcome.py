@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.trainer.outcome import outcome_of
+from services.trainer.run.outcome import outcome_of
 
 
 def test_a_run_that_trained_is_finished() -> None:

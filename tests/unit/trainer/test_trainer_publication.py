@@ -14,7 +14,7 @@ from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.api.weights.v1.weights_pb2 import WeightVersion
 from paceline.weights.manifest import Manifest
 from paceline.weights.transports.disk import Disk
-from services.trainer.publication import Publisher, Snapshot
+from services.trainer.run.publication import Publisher, Snapshot
 
 
 class Backend:

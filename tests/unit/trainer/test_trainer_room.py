@@ -15,8 +15,8 @@ import pytest
 from paceline.rpc import errors
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
 from services.trainer.disk import Disk
-from services.trainer.metrics import MetricsFile
 from services.trainer.room import is_full, until_room, with_room
+from services.trainer.run.metrics import MetricsFile
 
 
 class FullDisk(Disk):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from services.trainer.algorithms.base import TrajectoryTokens
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from services.trainer.discounting import discounted_sums
-from services.trainer.whitening import whiten
+from services.trainer.estimation.discounting import discounted_sums
+from services.trainer.estimation.whitening import whiten
 
 
 def ppo(**options: object) -> Ppo:

@@ -26,16 +26,16 @@ from paceline.stream import Claim, NotReady, SampleStream
 from paceline.telemetry import names, tracing
 from services.trainer.backends.base import TrainBackend
 from services.trainer.checkpoint import CheckpointStore
-from services.trainer.control import Control
 from services.trainer.exporting import export_run
-from services.trainer.metrics import MetricsFile
-from services.trainer.outcome import outcome_of
-from services.trainer.publication import Publisher, Snapshot
-from services.trainer.recovery import Recovery, StartingPoint
 from services.trainer.room import until_room
-from services.trainer.saving import Saver
-from services.trainer.spans import record_phases, set_values
-from services.trainer.step import StepResult, StepTrainer
+from services.trainer.run.control import Control
+from services.trainer.run.metrics import MetricsFile
+from services.trainer.run.outcome import outcome_of
+from services.trainer.run.publication import Publisher, Snapshot
+from services.trainer.run.recovery import Recovery, StartingPoint
+from services.trainer.run.saving import Saver
+from services.trainer.run.spans import record_phases, set_values
+from services.trainer.step.step_trainer import StepResult, StepTrainer
 from services.trainer.worker import Worker
 
 log = logging.getLogger(__name__)

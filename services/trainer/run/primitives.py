@@ -10,8 +10,8 @@ from paceline.api.weights.v1.weights_pb2 import WeightVersion
 from paceline.rpc import errors
 from paceline.rpc.status import StatusBoard
 from services.trainer.backends.base import TrainBackend
-from services.trainer.control import Control
-from services.trainer.publication import Publisher, Snapshot
+from services.trainer.run.control import Control
+from services.trainer.run.publication import Publisher, Snapshot
 from services.trainer.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 from paceline.config import ConfigError
 from paceline.config.trainer import TrainerConfig
 from services.trainer.algorithms.base import Advantages, Estimator, TokenAdvantages, TokenEstimator, TrajectoryTokens
-from services.trainer.step_data import StepGroup
+from services.trainer.step.data import StepGroup
 
 Scores = Mapping[str, Sequence[Sequence[np.ndarray]]]
 """By name of TokenEstimator.needs: an array [num_tokens] for each datum of each group."""

@@ -14,7 +14,7 @@ from services.trainer.backends.base import PassResult, StepOutcome
 from services.trainer.datum import Datum
 from services.trainer.loss_metrics import LARGEST, merge
 from services.trainer.losses.base import RATIO_CLAMP
-from services.trainer.step_data import StepGroup
+from services.trainer.step.data import StepGroup
 
 
 @dataclass

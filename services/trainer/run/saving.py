@@ -16,9 +16,9 @@ from paceline.stream import SampleStream
 from paceline.telemetry import names, tracing
 from services.trainer.backends.base import TrainBackend
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, step_name
-from services.trainer.control import Control
-from services.trainer.recovery import LEDGER_PART
 from services.trainer.room import until_room, with_place
+from services.trainer.run.control import Control
+from services.trainer.run.recovery import LEDGER_PART
 from services.trainer.worker import Worker
 
 log = logging.getLogger(__name__)

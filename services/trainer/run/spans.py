@@ -10,7 +10,7 @@ from opentelemetry.util.types import AttributeValue
 
 from paceline.samples import SampleGroup
 from paceline.telemetry import names, tracing
-from services.trainer.step import StepResult
+from services.trainer.step.step_trainer import StepResult
 
 
 def record_phases(step: int, groups: Sequence[SampleGroup], result: StepResult, claimed: float) -> None:

@@ -16,13 +16,13 @@ from paceline.telemetry import names
 from services.trainer.algorithms.base import Estimator, TokenEstimator
 from services.trainer.backends.base import TrainBackend
 from services.trainer.critic.base import ValueTrainer
+from services.trainer.critic.residency import Residency
 from services.trainer.datum import Datum
-from services.trainer.estimation import estimate, give_rewards, needs_of
+from services.trainer.estimation.estimate import estimate, give_rewards, needs_of
 from services.trainer.objective import Objective
-from services.trainer.residency import Residency
-from services.trainer.schedule import learning_rate
-from services.trainer.step_data import StepGroup, cuts, weighted
-from services.trainer.step_summary import Phase, StepResult, Updates, describe, describe_rewards, logprob_gaps
+from services.trainer.step.data import StepGroup, cuts, weighted
+from services.trainer.step.schedule import learning_rate
+from services.trainer.step.summary import Phase, StepResult, Updates, describe, describe_rewards, logprob_gaps
 
 __all__ = ["Phase", "StepResult", "StepTrainer"]
 

@@ -12,7 +12,7 @@ from paceline.rpc.status import Activity
 from paceline.stream import SampleStream
 from services.trainer.backends.base import TrainBackend
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
-from services.trainer.control import Control
+from services.trainer.run.control import Control
 from services.trainer.worker import Worker
 
 log = logging.getLogger(__name__)

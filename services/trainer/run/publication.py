@@ -20,8 +20,8 @@ from paceline.telemetry import names, tracing
 from paceline.weights.manifest import Manifest, content_digest
 from paceline.weights.transports.base import Transport
 from services.trainer.backends.base import TrainBackend
-from services.trainer.control import Control
 from services.trainer.room import until_room, with_place
+from services.trainer.run.control import Control
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from typing import Literal
 import numpy as np
 
 from paceline.config.trainer import TrainerConfig
+from paceline.routing import NAME as ROUTING
 from paceline.samples import SampleGroup
-from services.trainer.aggregation import denominators
 from services.trainer.datum import Datum
-from services.trainer.trajectories import Trajectory, trajectories_of
+from services.trainer.step.aggregation import denominators
+from services.trainer.step.trajectories import Trajectory, trajectories_of
 
 TokenField = Literal["advantages", "values", "returns", "behaviour_logprobs", "reference_logprobs"]
 
@@ -42,6 +43,7 @@ class StepGroup:
                     advantages=np.zeros(len(sample.token_ids), np.float32), sampler_logprobs=sample.sampler_logprobs,
                     temperature=sample.temperature, name=f"sample {sample.sample_id}", teacher=teacher,
                     behaviour_logprobs=sample.sampler_logprobs if behaviour == "sampler" else None,
+                    routing=sample.attached.get(ROUTING),
                 ))  # fmt: skip
                 found.owners.append(number)
         return found

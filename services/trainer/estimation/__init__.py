@@ -1,0 +1,1 @@
+"""Runs estimators, and what they share: rewards of groups, whitening, discounted sums."""

@@ -1,0 +1,1 @@
+"""One training step: groups in, updated policy and numbers out. No network, no storage."""
