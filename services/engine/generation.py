@@ -41,6 +41,8 @@ class Request:
     exact_version: int | None = None
     stream: bool = False
     num_top_logprobs: int = 0
+    with_routing: bool = False
+    """Also return the experts of each token."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Piece:
     top_token_ids: list[list[int]] = field(default_factory=list)
     top_logprobs: list[list[float]] = field(default_factory=list)
     finish: Finish | None = None
+    routing: np.ndarray | None = None
+    """The next rows of the sample's routing, see paceline.routing."""
 
 
 @dataclass(frozen=True)

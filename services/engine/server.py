@@ -47,6 +47,10 @@ class EngineServer(pb_grpc.EngineServiceServicer):
             raise errors.InvalidArgument(
                 f"input.run_id = {request.input.run_id!r}; this engine serves run {self._board.run_id!r}"
             )
+        if wanted.with_routing and not self._backend.records_routing:
+            raise errors.InvalidArgument(
+                "input.return_routing = true: this engine does not record routing; set engine.record_routing = true"
+            )
         check_gate(wanted, self._backend.weight_version)
         began = time.time()
         generation = self._backend.submit(wanted)
@@ -58,7 +62,8 @@ class EngineServer(pb_grpc.EngineServiceServicer):
                     num_tokens += len(piece.token_ids)
                     num_cached += piece.finish.num_cached_tokens if piece.finish else 0
                     version = piece.weight_versions[-1] if piece.weight_versions else version
-                    yield pb.GenerateResponse(output=wire.write_piece(piece, wanted, self._board.member_id))
+                    for output in wire.write_piece(piece, wanted, self._board.member_id):
+                        yield pb.GenerateResponse(output=output)
             finished = True
         finally:
             if not finished:

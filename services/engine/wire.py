@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +16,12 @@ from services.engine.generation import Piece, Request, Sampling
 
 MAX_TOP_LOGPROBS = 128
 MAX_STOPS = 64
+MAX_ROUTING_BYTES = 2**20
+"""Of one message; engine and rollout need share no file system, and a message must not be large."""
+_NOTHING: dict[str, Any] = {
+    "token_ids": [], "logprobs": [], "weight_versions": [], "text": "", "top_token_ids": [], "top_logprobs": [],
+    "finish": None,
+}  # fmt: skip
 
 _REASONS = {
     "stop": generation_pb2.FINISH_REASON_STOP,
@@ -60,6 +68,7 @@ def read_request(message: generation_pb2.GenerationInput, max_sequence_length: i
         exact_version=message.gate.exact_version if message.gate.WhichOneof("gate") == "exact_version" else None,
         stream=message.stream,
         num_top_logprobs=min(message.num_top_logprobs, vocabulary),
+        with_routing=message.return_routing,
     )
 
 
@@ -89,8 +98,25 @@ def _read_sampling(message: generation_pb2.SamplingParams) -> Sampling:
     )
 
 
-def write_piece(piece: Piece, request: Request, engine_id: str) -> generation_pb2.GenerationOutput:
-    """Encode the next tokens of a sample."""
+def write_piece(piece: Piece, request: Request, engine_id: str) -> list[generation_pb2.GenerationOutput]:
+    """Encode the next tokens of a sample: one message, after those that bring the rest of its routing."""
+    parts = _routing_parts(piece.routing)
+    messages = [_write(replace(piece, **_NOTHING), request, engine_id) for _ in parts[:-1]]
+    messages.append(_write(piece, request, engine_id))
+    for message, part in zip(messages, parts, strict=False):
+        message.routing.CopyFrom(arrays.to_wire(part))
+    return messages
+
+
+def _routing_parts(routing: np.ndarray | None) -> list[np.ndarray]:
+    """Rows in parts of at most MAX_ROUTING_BYTES, of one row at least."""
+    if routing is None or not len(routing):
+        return []
+    size = max(1, MAX_ROUTING_BYTES // max(1, routing[0].nbytes))
+    return [routing[first : first + size] for first in range(0, len(routing), size)]
+
+
+def _write(piece: Piece, request: Request, engine_id: str) -> generation_pb2.GenerationOutput:
     output = generation_pb2.GenerationOutput(
         index=piece.index,
         token_ids=arrays.to_wire(np.asarray(piece.token_ids, np.int32)),

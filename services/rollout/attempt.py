@@ -7,6 +7,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from paceline.blobs import BlobKeeper
 from paceline.config import RunFile
 from paceline.config.kinds import is_generated
 from paceline.ids import sample_seed
@@ -57,8 +58,9 @@ class Attempts:
 
     def __init__(
         self, config: RunFile, dataset: Dataset, producer: Producer | GivenProducer, filters: list[Filter],
-        board: GroupBoard,
+        board: GroupBoard, blobs: BlobKeeper | None = None,
     ) -> None:  # fmt: skip
+        self._blobs = blobs
         self._config = config
         self._dataset = dataset
         self._producer = producer
@@ -92,7 +94,7 @@ class Attempts:
             prompt=self._dataset.prompt(issue.group_id),
             seeds=[sample_seed(seed, issue.group_id, sibling) for sibling in range(rollout.samples_per_group)],
             sampling=rollout.sampling, gate=self._bounds.gate(weight_version),
-            deadline=Deadline(rollout.group_deadline_seconds),
+            deadline=Deadline(rollout.group_deadline_seconds), with_routing=self._config.trainer.routing_replay,
         )  # fmt: skip
 
     async def _make(self, issue: Issue, task: GroupTask) -> Outcome:
@@ -109,6 +111,8 @@ class Attempts:
             reason = item.keep(group)
             if reason is not None:
                 return Dropped(reason)
+        if self._blobs is not None:
+            await self._blobs.write(group)
         return Kept(group)
 
     async def _failed(self, error: errors.PacelineError, task: GroupTask) -> Failed:

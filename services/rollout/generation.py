@@ -34,6 +34,9 @@ class Sequence:
     num_cached_tokens: int = 0
     fault: str = ""
     """Why it cannot be used; empty when it can."""
+    routing: np.ndarray | None = None
+    """As in paceline.routing, where it was asked for."""
+    routing_parts: list[np.ndarray] = field(default_factory=list)
 
 
 def sampling_params(config: SamplingConfig) -> pb.SamplingParams:
@@ -53,14 +56,16 @@ class GenerationClient:
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: SamplingConfig, seeds: list[int], gate: pb.VersionGate,
-        session_id: str, timeout: float,
+        session_id: str, timeout: float, with_routing: bool = False,
     ) -> list[Sequence]:  # fmt: skip
         """One sequence for each seed, in their order. PacelineError of the router as it is; DeadlineExceeded after
-        `timeout` seconds. A sequence whose output does not hold together has a `fault`; its siblings stand."""
+        `timeout` seconds. A sequence whose output does not hold together has a `fault`; its siblings stand.
+        `with_routing` also asks for the experts of each token."""
         request = pb.GenerationInput(
             request_id=request_id, run_id=self._run_id,
             prompt_token_ids=arrays.to_wire(np.asarray(prompt_ids, dtype=np.int32)),
             sampling=sampling_params(sampling), seeds=seeds, gate=gate, session_id=session_id, stream=False,
+            return_routing=with_routing,
         )  # fmt: skip
         sequences = [Sequence() for _ in seeds]
         try:
@@ -74,6 +79,8 @@ class GenerationClient:
         for sequence in sequences:
             if not sequence.fault and sequence.reason == pb.FINISH_REASON_UNSPECIFIED:
                 sequence.fault = "the stream ended before the sample did"
+            if with_routing:
+                join_routing(sequence, len(prompt_ids))
         return sequences
 
     async def abort(self, request_id: str) -> None:
@@ -103,10 +110,29 @@ def add_output(sequence: Sequence, output: pb.GenerationOutput) -> None:
     sequence.token_ids += chunk.token_ids.tolist()
     sequence.logprobs += chunk.logprobs.tolist()
     join_spans(sequence.spans, chunk.spans)
+    if chunk.routing is not None:
+        sequence.routing_parts.append(chunk.routing)
     sequence.engine_id = output.engine_id or sequence.engine_id
     if chunk.finish is not None:
         sequence.reason = chunk.finish.reason
         sequence.num_cached_tokens = chunk.finish.num_cached_tokens
+
+
+def join_routing(sequence: Sequence, num_prompt_tokens: int) -> None:
+    """Make one array of the parts; what does not hold together becomes the sequence's fault.
+
+    The router may end a sample as aborted after more rows than tokens; those too many are left out.
+    """
+    parts, sequence.routing_parts = sequence.routing_parts, []
+    if sequence.fault or not sequence.token_ids:
+        return
+    wanted, found = num_prompt_tokens + len(sequence.token_ids) - 1, sum(len(part) for part in parts)
+    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+        sequence.fault = "its routing came in parts of different shapes"
+    elif found < wanted or (found > wanted and sequence.reason != pb.FINISH_REASON_ABORT):
+        sequence.fault = f"its routing covers {found} tokens, not the {wanted} that were read"
+    elif parts:
+        sequence.routing = np.concatenate(parts)[:wanted]
 
 
 class Deadline:

@@ -32,7 +32,7 @@ class NoEngines(GenerationClient):
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: SamplingConfig, seeds: list[int], gate: pb.VersionGate,
-        session_id: str, timeout: float,
+        session_id: str, timeout: float, with_routing: bool = False,
     ) -> list[Sequence]:  # fmt: skip
         raise errors.InvalidArgument(self._words)
 

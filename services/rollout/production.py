@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from paceline.api.weights.v1.weights_pb2 import WeightVersion
 from paceline.bell import Bell, heard
+from paceline.blobs import BlobKeeper
 from paceline.config import RunFile
 from paceline.ledger import Account, Issue, Ledger
 from paceline.rpc import errors
@@ -52,7 +53,9 @@ class Production:
         self, config: RunFile, owner: str, ledger: Ledger, stream: SampleStream, attempts: Attempts, board: GroupBoard,
         status: StatusBoard, versions: NewestVersion | NoVersions, bell: Bell, hold: Hold,
         before_issue: Callable[[WeightVersion], Awaitable[None]], starved: Callable[[str], Awaitable[None]],
+        blobs: BlobKeeper | None = None,
     ) -> None:  # fmt: skip
+        self._blobs = blobs
         self._lease = config.rollout.lease_seconds
         self._bounds = Bounds.of(config)
         self._owner = owner
@@ -82,6 +85,7 @@ class Production:
         given_back = await self._patient(lambda: self._ledger.release(self._owner))
         if given_back:
             log.info("%d groups of an earlier life are issued again", len(given_back))
+        await self._sweep()
         self._status.state = "READY"
         async with asyncio.TaskGroup() as self._workers:
             self._workers.create_task(self._listen(), name="listen")
@@ -159,6 +163,13 @@ class Production:
             said = await self._fail(issue, outcome)
         if said == "stale_attempt":
             log.info("attempt %d at group %s came too late", attempt, group_id)
+        if self._blobs is not None and (said == "stale_attempt" or not isinstance(outcome, Kept)):
+            await self._blobs.remove(group_id, attempt)
+
+    async def _sweep(self) -> None:
+        """Remove blobs of attempts that are over and whose process cannot do it."""
+        if self._blobs is not None and (count := await self._patient(self._blobs.sweep)):
+            log.info("the blobs of %d attempts that are over were removed", count)
 
     async def _fail(self, issue: Issue, outcome: Failed) -> str:
         if outcome.limit == 0:
@@ -209,6 +220,7 @@ class Production:
             expired = await until_available(self._ledger.expire, "Redis", activity.waiting)
             if expired:
                 log.info("leases ran out, issued again: %s", ", ".join(expired[:10]))
+                await self._sweep()
             activity.set(f"{renewed} leases renewed")
             self._status.facts["oldest_group"] = self._board.oldest()
             await asyncio.sleep(self._lease / 3)

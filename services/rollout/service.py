@@ -14,6 +14,7 @@ from paceline.api.reward.v1 import reward_service_pb2_grpc as reward_grpc
 from paceline.api.router.v1 import router_service_pb2_grpc as router_grpc
 from paceline.api.weights.v1.weights_pb2 import WeightVersion
 from paceline.bell import Bell
+from paceline.blobs import BlobKeeper
 from paceline.config import RunFile, make_plugin
 from paceline.ledger import Ledger
 from paceline.prompts.opening import check_template, open_evaluation, open_training
@@ -110,10 +111,15 @@ class RolloutService:
                 config, data.evaluations, producer, store, others.coordinator, status, self.versions
             )
         self._producer = producer
-        attempts = Attempts(config, data.dataset, producer, filters, board)
+        blobs: BlobKeeper | None = None
+        if config.trainer.routing_replay:
+            store_of_blobs = make_plugin("blob_store", config.rollout.blobs, "rollout.blobs", config.directory, run_id)
+            blobs = BlobKeeper(store_of_blobs, self._ledger)
+        attempts = Attempts(config, data.dataset, producer, filters, board, blobs)
         self.production = Production(
             config, owner, self._ledger, stream, attempts, board, status, self.versions, self._bell, hold,
             before_issue=self.evaluator.run_due if self.evaluator else _nothing_due, starved=self._end_run,
+            blobs=blobs,
         )  # fmt: skip
         self._pauses = PauseStore(others.redis, run_id, owner, hold)
         self.servicer = RolloutServer(self.production, self.evaluator, store, hold, self._pauses)

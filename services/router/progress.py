@@ -41,6 +41,9 @@ class SampleProgress:
     position: int = 0
     """Tokens that the running attempt has brought."""
     text_position: int = 0
+    sent_rows: int = 0
+    """Rows of routing sent."""
+    row_position: int = 0
 
     @property
     def repeatable(self) -> bool:
@@ -51,6 +54,7 @@ class SampleProgress:
         """A new attempt begins at the first token."""
         self.position = 0
         self.text_position = 0
+        self.row_position = 0
 
     def accept(self, output: generation_pb.GenerationOutput) -> generation_pb.GenerationOutput | None:
         """What of an engine's message is to be sent on, None when all of it was sent before.
@@ -67,13 +71,18 @@ class SampleProgress:
         text_skip = min(max(self.sent_text - self.text_position, 0), len(output.text))
         self.position += len(tokens)
         self.text_position += len(output.text)
+        rows = 0 if chunk.routing is None else len(chunk.routing)
+        row_skip = min(max(self.sent_rows - self.row_position, 0), rows)
+        self.row_position += rows
         if output.HasField("finish"):
             if self.position < len(self.sent):
                 raise Diverged(f"sample {self.index} ended after {self.position} tokens; {len(self.sent)} were sent")
             self.finished = True
-        elif skip == len(tokens):
+        elif skip == len(tokens) and row_skip == rows:
             return None
-        rest = without_first(output, chunk, skip, text_skip) if skip or text_skip else output
+        cut = skip or text_skip or row_skip
+        rest = without_first(output, chunk, skip, text_skip, row_skip) if cut else output
+        self.sent_rows += rows - row_skip
         self.sent += tokens[skip:].tolist()
         self.sent_text += len(rest.text)
         self.versions.update(span.weight_version for span in rest.version_spans)

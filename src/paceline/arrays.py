@@ -12,6 +12,7 @@ from paceline.api.common.v1 import array_pb2
 # bfloat16 travels as its 16 bits: NumPy has no such type, and torch can view them.
 _TO_NUMPY: dict[int, np.dtype[Any]] = {
     array_pb2.DTYPE_UINT8: np.dtype("<u1"),
+    array_pb2.DTYPE_INT16: np.dtype("<i2"),
     array_pb2.DTYPE_INT32: np.dtype("<i4"),
     array_pb2.DTYPE_INT64: np.dtype("<i8"),
     array_pb2.DTYPE_FLOAT32: np.dtype("<f4"),

@@ -10,6 +10,7 @@ import numpy as np
 from paceline import arrays
 from paceline.api.common.v1 import generation_pb2 as pb
 from paceline.api.common.v1 import sample_pb2
+from paceline.routing import DTYPES as ROUTING_DTYPES
 
 MAX_SAMPLES = 1024
 """Most seeds of one GenerationInput."""
@@ -35,6 +36,8 @@ class Chunk:
     """float32 [n, k]."""
     finish: pb.GenerationFinish | None
     """How the sample ended; None while it goes on."""
+    routing: np.ndarray | None = None
+    """uint8 or int16 [rows, num_moe_layers, top_k]: the next rows of the sample's routing, see paceline.routing."""
 
     @property
     def fault(self) -> str:
@@ -64,12 +67,13 @@ def read_output(output: pb.GenerationOutput) -> Chunk:
         tokens = arrays.from_wire(output.token_ids, "token_ids", "int32", tokens.size)
         logprobs = arrays.from_wire(output.sampler_logprobs, "sampler_logprobs", "float32", tokens.size)
         top_ids, tops = _top(output, tokens.size)
+        routing = _routing(output)
     except ValueError as error:
         raise MalformedOutput(f"a malformed message: {error}") from error
     spanned = sum(count for _, count in spans)
     if spanned != tokens.size or any(count < 0 for _, count in spans):
         raise MalformedOutput(f"{tokens.size} tokens with version spans over {spanned}")
-    return Chunk(tokens, logprobs, spans, top_ids, tops, finish)
+    return Chunk(tokens, logprobs, spans, top_ids, tops, finish, routing)
 
 
 def _top(output: pb.GenerationOutput, count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -83,6 +87,15 @@ def _top(output: pb.GenerationOutput, count: int) -> tuple[np.ndarray | None, np
     return ids, logprobs
 
 
+def _routing(output: pb.GenerationOutput) -> np.ndarray | None:
+    if not output.HasField("routing"):
+        return None
+    found = arrays.from_wire(output.routing, "routing")
+    if found.ndim != 3 or found.dtype not in ROUTING_DTYPES:
+        raise ValueError(f"routing is {found.dtype} of shape {list(found.shape)}, not uint8 or int16 [rows, layers, k]")
+    return found
+
+
 def join_spans(spans: list[tuple[int, int]], more: Iterable[tuple[int, int]]) -> None:
     """Append version spans to those of the tokens before; neighbours of one version become one."""
     for version, count in more:
@@ -93,12 +106,14 @@ def join_spans(spans: list[tuple[int, int]], more: Iterable[tuple[int, int]]) ->
 
 
 def without_first(
-    output: pb.GenerationOutput, chunk: Chunk, num_tokens: int, num_characters: int
+    output: pb.GenerationOutput, chunk: Chunk, num_tokens: int, num_characters: int, num_rows: int = 0
 ) -> pb.GenerationOutput:
-    """A copy of a message, whose `chunk` this is, without its first tokens and characters of text."""
+    """A copy of a message, whose `chunk` this is, without its first tokens, characters of text and rows of routing."""
     rest = pb.GenerationOutput()
     rest.CopyFrom(output)
     rest.text = output.text[num_characters:]
+    if chunk.routing is not None and num_rows:
+        rest.routing.CopyFrom(arrays.to_wire(chunk.routing[num_rows:]))
     if not num_tokens:
         return rest
     rest.token_ids.CopyFrom(arrays.to_wire(chunk.token_ids[num_tokens:]))

@@ -21,6 +21,7 @@ PACKAGES = {
     "train_backend": "services.trainer.backends",
     "model_family": "services.trainer.models",
     "transport": "paceline.weights.transports",
+    "blob_store": "paceline.blobs.stores",
     "engine_backend": "services.engine.backends",
     "source": "services.rollout.sources",
     "episode": "services.rollout.episodes",

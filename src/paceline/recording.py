@@ -1,6 +1,7 @@
 """Sample groups as lines of JSON: what `rollout.dump` writes and the source "recorded" reads, in one place.
 
-A line is the JSON form of the message SampleGroup, arrays in base64.
+A line is the JSON form of the message SampleGroup, arrays in base64. Blobs are left out: the run that wrote them
+removes them.
 """
 
 from __future__ import annotations
@@ -37,5 +38,8 @@ def read_line(line: bytes, where: str) -> SampleGroup:
 
 
 def _line(group: SampleGroup) -> str:
-    text = json_format.MessageToJson(group.to_wire(), preserving_proto_field_name=True, indent=None)
+    message = group.to_wire()
+    for sample in message.samples:
+        sample.ClearField("blobs")
+    text = json_format.MessageToJson(message, preserving_proto_field_name=True, indent=None)
     return text + "\n"

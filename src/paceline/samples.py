@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline import arrays
-from paceline.api.common.v1 import reward_pb2, sample_pb2
+from paceline.api.common.v1 import array_pb2, reward_pb2, sample_pb2
 from paceline.ids import GroupId
 
 COMPLETED = sample_pb2.SAMPLE_STATUS_COMPLETED
@@ -42,6 +42,10 @@ class Sample:
     engine_id: str = ""
     reward: reward_pb2.Reward = field(default_factory=reward_pb2.Reward)
     counters: dict[str, int] = field(default_factory=dict)
+    blobs: dict[str, array_pb2.BlobReference] = field(default_factory=dict)
+    """Where large arrays are, by name"""
+    attached: dict[str, np.ndarray] = field(default_factory=dict)
+    """The large arrays themselves: before they are written, and after they were read; they do not travel with it"""
 
     @property
     def reward_value(self) -> float | None:
@@ -149,7 +153,7 @@ def _sample_to_wire(sample: Sample) -> sample_pb2.Sample:
         sampler_logprobs=arrays.to_wire(sample.sampler_logprobs),
         version_spans=[sample_pb2.VersionSpan(weight_version=v, num_tokens=n) for v, n in sample.version_spans],
         status=sample.status, reward=sample.reward, temperature=sample.temperature, seed=sample.seed,  # type: ignore[arg-type]
-        text=sample.text, engine_id=sample.engine_id, counters=sample.counters,
+        text=sample.text, engine_id=sample.engine_id, counters=sample.counters, blobs=sample.blobs,
     )  # fmt: skip
 
 
@@ -167,4 +171,5 @@ def _sample_from_wire(message: sample_pb2.Sample) -> Sample:
         sampler_logprobs=logprobs, version_spans=[(s.weight_version, s.num_tokens) for s in message.version_spans],
         status=message.status, temperature=message.temperature, seed=message.seed, text=message.text,
         engine_id=message.engine_id, reward=message.reward, counters=dict(message.counters),
+        blobs=dict(message.blobs),
     )  # fmt: skip

@@ -191,6 +191,7 @@ def test_examples_set_every_field(name: str) -> None:
     ("code", "array", "data"),
     [
         (array_pb2.DTYPE_UINT8, np.array([1, 255], "u1"), "01ff"),
+        (array_pb2.DTYPE_INT16, np.array([1, -2], ">i2"), "0100feff"),
         (array_pb2.DTYPE_INT32, np.array([1, -2], ">i4"), "01000000feffffff"),
         (array_pb2.DTYPE_INT64, np.array([258], ">i8"), "0201000000000000"),
         (array_pb2.DTYPE_FLOAT32, np.array([1.5], ">f4"), "0000c03f"),
@@ -206,7 +207,7 @@ def test_arrays_are_little_endian_whatever_the_machine(code: int, array: np.ndar
 
 
 def test_every_dtype_is_covered() -> None:
-    assert set(array_pb2.Dtype.values()) - {array_pb2.DTYPE_UNSPECIFIED} == set(range(1, 7))
+    assert set(array_pb2.Dtype.values()) - {array_pb2.DTYPE_UNSPECIFIED} == set(range(1, 8))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from paceline import arrays
 from paceline.api.common.v1 import array_pb2
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float32", "float64", "uint16"])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "int64", "float32", "float64", "uint16"])
 def test_round_trip(dtype: str) -> None:
     value = np.arange(12).reshape(3, 4).astype(dtype)
     decoded = arrays.from_wire(arrays.to_wire(value), "x")

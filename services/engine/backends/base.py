@@ -29,6 +29,8 @@ class EngineBackend(Protocol):
     """The version being served; 0 before the first."""
     vocabulary: int
     """Token ids are 0 to this, exclusive; known once loaded."""
+    records_routing: bool
+    """Whether it can say which experts each token went through."""
 
     async def load(self) -> None:
         """Make the model ready for weights. ConfigError names what is wrong with the model folder."""

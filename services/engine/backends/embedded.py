@@ -18,6 +18,7 @@ from paceline.tokenizer import Detokenizer, Tokenizer
 from services.engine.embedded.decoder import Decoder
 from services.engine.embedded.loop import DecodeLoop, Event
 from services.engine.embedded.model import load_model, plug_attention
+from services.engine.embedded.routing import RoutingRecorder
 from services.engine.embedded.scheduler import Ticket, open_ticket
 from services.engine.embedded.stop import StopWatch
 from services.engine.embedded.weights import ModelWeights, read_publication
@@ -77,6 +78,7 @@ class Embedded:
         self._open: dict[str, EmbeddedGeneration] = {}
         self._num_waiting = 0
         self.vocabulary = 0
+        self.records_routing = config.record_routing
         self._loaded = self._closed = False
 
     @property
@@ -97,6 +99,7 @@ class Embedded:
         self._decoder = Decoder(
             model, config.max_sequences, config.max_sequence_length, self._options.prefill_tokens,
             torch.device(config.device), self._options.packed_from,
+            RoutingRecorder(model, self._model_path) if config.record_routing else None,
         )  # fmt: skip
         plug_attention(model, self._decoder)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]

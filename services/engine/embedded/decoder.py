@@ -6,12 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from services.engine.embedded.attention import DecodeBatch, PrefillBatch
 from services.engine.embedded.cache import STEP, KeyValueCache, padded
 from services.engine.embedded.packed import PackedLinears, Product, product
 from services.engine.embedded.prefixes import LANES, Fill, PrefixTable
+from services.engine.embedded.routing import RoutingRecorder
 from services.engine.embedded.sampler import Drawn, Draws, Sampler
 from services.engine.embedded.scheduler import Sequence
 
@@ -33,6 +35,7 @@ class Decoder:
         prefill_tokens: int,
         device: torch.device,
         packed_from: int = 0,
+        recorder: RoutingRecorder | None = None,
     ) -> None:
         self.model = model
         self.device = device
@@ -45,6 +48,8 @@ class Decoder:
         self._sampler = Sampler(0, device)
         self.rebind()
         self._hidden: list[torch.Tensor | None] = [None] * (capacity + 1)
+        self._recorder = recorder
+        self._routing: list[np.ndarray | None] = [None] * (capacity + 1)
         self._places = torch.arange(self.cache.max_length, device=device)
 
     @torch.no_grad()
@@ -83,6 +88,7 @@ class Decoder:
         """Copy a prompt to another slot."""
         self.cache.copy_prefix(source, target, length)
         self._hidden[target] = self._hidden[source]
+        self._routing[target] = self._routing[source]
 
     @torch.inference_mode()
     def draw_first(self, sequences: SequenceOf[Sequence]) -> Drawn:
@@ -92,6 +98,11 @@ class Decoder:
         states = [self._hidden[slot] for slot in slots]
         states += [states[0]] * (padded(len(states), MIN_ROWS) - len(states))
         scores = self._score(torch.stack(states))  # type: ignore[arg-type]
+        for item in sequences:
+            found = self._routing[item.slot]
+            if found is not None and item.ticket.request.with_routing:
+                # Of a retracted sequence only the last token had not been read before.
+                item.add_routing(found[item.num_routed :])
         rows = self._tensor([row_of[item.slot] for item in sequences])
         return self._sampler.draw(scores.index_select(0, rows), self._draws(sequences, len(sequences)))
 
@@ -103,9 +114,12 @@ class Decoder:
         tokens = self._tensor([item.generated[-1] for item in sequences] + extra)
         positions = self._tensor([item.position - 1 for item in sequences] + extra)
         hidden = self._run(tokens[:, None], positions[:, None], self._batch(sequences, prefixes, extra))
+        routing = self._recorder.take(rows) if self._recorder is not None else None
         drawn = self._sampler.draw(self._score(hidden[:, 0]), self._draws(sequences, rows))
-        for item in sequences:
+        for row, item in enumerate(sequences):
             item.own_length += 1
+            if routing is not None and item.ticket.request.with_routing:
+                item.add_routing(routing[row])
         return drawn
 
     @torch.inference_mode()
@@ -138,8 +152,14 @@ class Decoder:
         hidden = self._run(ids.to(self.device), self._places[None, :length], PrefillBatch(self.cache, slots))
         for row, item in enumerate(items):
             self._hidden[item.slot] = hidden[row, len(item.token_ids) - 1].clone()
+        if self._recorder is not None:
+            routing = self._recorder.take(len(items))
+            for row, item in enumerate(items):
+                self._routing[item.slot] = routing[row, : len(item.token_ids)].copy()
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, batch: PrefillBatch | DecodeBatch) -> torch.Tensor:
+        if self._recorder is not None:
+            self._recorder.begin()
         output = self._body(input_ids=ids, position_ids=positions, use_cache=False, paceline_batch=batch)
         return output.last_hidden_state
 

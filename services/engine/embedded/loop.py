@@ -346,10 +346,11 @@ class DecodeLoop:
     def _output(self, item: Sequence) -> None:
         since = item.num_sent
         item.num_sent = len(item.generated)
+        routing = item.unsent_routing() if item.ticket.request.with_routing else None
         piece = Piece(
             item.index, item.generated[since:], item.logprobs[since:], item.versions[since:],
             item.watch.take_text(last=item.finish is not None), item.top_token_ids[since:], item.top_logprobs[since:],
-            item.finish,
+            item.finish, routing,
         )  # fmt: skip
         self._event(item.ticket).pieces.append(piece)
         if item.finish is not None:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.engine.embedded.prefixes import Fill, PrefixTable
 from services.engine.embedded.stop import StopWatch
 from services.engine.generation import Finish, FinishReason, Request
@@ -25,6 +27,10 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     top_token_ids: list[list[int]] = field(default_factory=list)
     top_logprobs: list[list[float]] = field(default_factory=list)
+    routing: list[np.ndarray] = field(default_factory=list)
+    """Parts [n, num_moe_layers, top_k] that were not given out yet, of each token when it was first read."""
+    num_routed: int = 0
+    """Rows so far, given out ones included."""
     num_sent: int = 0
     num_cached: int = 0
     slot: int = -1
@@ -37,6 +43,17 @@ class Sequence:
     def position(self) -> int:
         """Absolute position of the next token: prompt plus what was generated."""
         return len(self.ticket.request.prompt) + len(self.generated)
+
+    def add_routing(self, rows: np.ndarray) -> None:
+        """Append rows of the next tokens; views of them are kept."""
+        if len(rows):
+            self.routing.append(rows)
+            self.num_routed += len(rows)
+
+    def unsent_routing(self) -> np.ndarray | None:
+        """Rows that were not given out yet, None when there are none; they are forgotten here."""
+        parts, self.routing = self.routing, []
+        return np.concatenate(parts) if parts else None
 
     def context(self) -> list[int]:
         """Prompt and generated tokens."""

@@ -46,6 +46,8 @@ class GroupTask:
     gate: VersionGate
     """Which weights may produce tokens."""
     deadline: Deadline
+    with_routing: bool = False
+    """The experts of each token are wanted too: put them into `attached` of the samples, as paceline.routing says."""
 
 
 class Episode(Protocol):

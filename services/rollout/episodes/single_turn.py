@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline import routing
 from paceline.api.common.v1 import generation_pb2 as pb
 from paceline.api.common.v1 import reward_pb2
 from paceline.config import StrictModel
@@ -37,8 +38,9 @@ class SingleTurn:
     async def run(self, task: GroupTask) -> list[Sample]:
         prompt_ids = self.prompt_ids(task.prompt, task.sampling.max_new_tokens)
         sequences = await self._context.generation.generate(
-            task.request_id, prompt_ids, task.sampling, task.seeds, task.gate, task.group_id, task.deadline.left
-        )
+            task.request_id, prompt_ids, task.sampling, task.seeds, task.gate, task.group_id, task.deadline.left,
+            task.with_routing,
+        )  # fmt: skip
         return [self._sample(task, prompt_ids, index, item) for index, item in enumerate(sequences)]
 
     def prompt_ids(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
@@ -79,4 +81,5 @@ class SingleTurn:
             temperature=task.sampling.temperature, seed=task.seeds[index],
             text=self._tokenizer.decode(sequence.token_ids, skip_special=True), engine_id=sequence.engine_id,
             reward=reward, counters={"cached_tokens": sequence.num_cached_tokens},
+            attached={} if sequence.routing is None else {routing.NAME: sequence.routing},
         )  # fmt: skip

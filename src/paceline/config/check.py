@@ -51,6 +51,7 @@ def plugin_tables(config: RunFile) -> list[tuple[str, PluginTable, str]]:
         ("loss", config.trainer.loss, "trainer.loss"),
         ("policy", config.router.policy, "router.policy"),
         ("transport", config.weights.transport, "weights.transport"),
+        ("blob_store", config.rollout.blobs, "rollout.blobs"),
     ]
     if config.trainer.loop:
         tables.append(("source", config.data.source, "data.source"))

@@ -77,6 +77,9 @@ class RolloutConfig(StrictModel):
     filters: list[PluginTable] = []
     """Group filters in order: "nonzero_std", "no_missing", 'module:attribute'. What they refuse is replaced."""
     sampling: SamplingConfig = SamplingConfig()
+    blobs: PluginTable = PluginTable(name="file")
+    """Where arrays too big for the stream (routing) are kept until a checkpoint has the step that trains them: "file",
+    in the run's folder."""
     dump: bool = False
     """Write every group that is trained to <run>/rollouts/step-<n>.jsonl, for the source "recorded"."""
 

@@ -26,8 +26,11 @@ NO_DATA = "none"
 _PRIMITIVES = ("coordinator", "dashboard", "engine", "router", "gateway", "trainer")
 _NO_LOOP = (
     "run.kind", "data", "rollout", "evaluation", "reward", "trainer.estimator", "trainer.loss", "trainer.aggregation",
-    "trainer.updates_per_step", "trainer.checkpoint_every", "trainer.export", "trainer.kl_coefficient",
-    "trainer.behaviour", "trainer.corrections",
+    "trainer.aggregation_length", "trainer.updates_per_step", "trainer.epochs_per_step", "trainer.critic",
+    "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.save_optimizer", "trainer.load_optimizer",
+    "trainer.async_checkpoints", "trainer.export", "trainer.kl_coefficient", "trainer.kl_kind",
+    "trainer.entropy_coefficient", "trainer.behaviour", "trainer.corrections", "trainer.distillation",
+    "trainer.teachers",
 )  # fmt: skip
 _WITHOUT_ENGINES = ("coordinator", "dashboard", "rollout", "trainer")
 _OPTIONAL = ("gateway", "dashboard")
@@ -37,6 +40,7 @@ _NO_STALENESS = "the samples are given and do not get stale"
 _GIVEN_ONLY = "it is for the labelled examples of sft and dpo runs"
 _NO_REWARD = "the samples have no reward"
 _NO_SAMPLER = "the policy did not sample the tokens"
+_NO_ROUTING = "no engine records the routing of its samples"
 _OF_SAMPLES = (
     "trainer.behaviour", "trainer.corrections", "trainer.kl_coefficient", "trainer.kl_kind", "trainer.distillation",
     "trainer.teachers",
@@ -60,13 +64,15 @@ def inapplicable(config: RunFile) -> dict[str, str]:
     """Keys that mean nothing in a run of this kind, with the reason."""
     kind = config.run.kind
     if not config.trainer.loop:
-        return dict.fromkeys(_NO_LOOP, "clients train, over TrainerService")
+        keys = dict.fromkeys(_NO_LOOP, "clients train, over TrainerService")
+        return keys | {"trainer.routing_replay": _NO_ROUTING}
     keys: dict[str, str] = {}
     if kind == "rl":
         keys |= dict.fromkeys(("data.max_example_tokens", "data.overlong"), _GIVEN_ONLY)
     if is_generated(config):
         return keys
     keys |= dict.fromkeys(("rollout.samples_per_group", "rollout.sampling", "rollout.dump"), _NOTHING_SAMPLED)
+    keys |= {"trainer.routing_replay": _NO_ROUTING}
     keys |= dict.fromkeys(("rollout.max_staleness", "rollout.too_stale"), _NO_STALENESS)
     keys |= {"gateway": "no engine runs that it could serve"}
     if not config.evaluation:

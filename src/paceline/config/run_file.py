@@ -108,10 +108,17 @@ class RunFile(StrictModel):
             )
         if kinds.is_generated(self):
             self._check_sampling()
+            self._check_routing()
         names = [item.name for item in self.evaluation]
         if len(set(names)) != len(names):
             raise ValueError(f"evaluation names must differ: {names}")
         return self
+
+    def _check_routing(self) -> None:
+        if self.trainer.routing_replay and not self.engine.record_routing:
+            raise ValueError("trainer.routing_replay = true needs engine.record_routing = true")
+        if self.engine.record_routing and not self.trainer.routing_replay:
+            raise ValueError("engine.record_routing = true has no reader; set trainer.routing_replay = true, too")
 
     def _check_sampling(self) -> None:
         room = self.engine.max_sequence_length - self.rollout.sampling.max_new_tokens

@@ -34,6 +34,8 @@ class EngineConfig(StrictModel):
     """Requests that may wait for a slot; more are refused with a retry delay."""
     pause_mode: Literal["in_place", "retract", "abort", "drain"] = "in_place"
     """What a weight update does to running requests."""
+    record_routing: bool = False
+    """Record the experts that each token went through, for trainer.routing_replay. Only for models with experts."""
 
 
 class RouterConfig(StrictModel):

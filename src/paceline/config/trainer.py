@@ -151,6 +151,9 @@ class TrainerConfig(StrictModel):
     """Optimizer updates that a step's groups are split into; parts differ by at most one group."""
     epochs_per_step: int = Field(default=1, ge=1)
     """Passes over a step's groups, each of updates_per_step updates. What ratios are taken to is fixed before them."""
+    routing_replay: bool = False
+    """For models with experts: each token goes through the experts that the engine recorded, and only the router's
+    weights over them are computed anew. Needs engine.record_routing, and backend "torch" or "fsdp"."""
     critic: CriticConfig | None = None
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -197,6 +200,14 @@ class TrainerConfig(StrictModel):
                 f'aggregation = {self.aggregation!r} with aggregation_length = {self.aggregation_length}: "constant" '
                 "divides by that length, and no other aggregation does; set both or neither"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _replaying(self) -> TrainerConfig:
+        if self.routing_replay and self.backend == "megatron":
+            raise ValueError("routing_replay: backend = 'megatron' cannot replay routing; use 'torch' or 'fsdp'")
+        if self.routing_replay and self.compile:
+            raise ValueError("routing_replay: compiled layers cannot replay routing; leave compile out")
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis.asyncio
@@ -20,6 +20,7 @@ from paceline.rpc import errors
 SNAPSHOT_FORMAT = 1
 _DETAIL_LENGTH = 500
 _BLOCK_SECONDS = 5.0
+_LOOK_GROUPS = 1000
 
 
 class Ledger:
@@ -127,6 +128,15 @@ class Ledger:
         """Group ids of every committed step (of those since the last restore)."""
         values = await self._hash("hgetall", "steps")
         return {int(step): values[step].decode().split() for step in sorted(values, key=int)}
+
+    async def live_attempts(self, group_ids: Sequence[str]) -> dict[str, int]:
+        """The present attempt of each of these groups that is in flight, or trained by a step without a checkpoint."""
+        found: dict[str, int] = {}
+        for first in range(0, len(group_ids), _LOOK_GROUPS):
+            part = group_ids[first : first + _LOOK_GROUPS]
+            reply = await self._scripts.run("live_attempts", *part)
+            found |= {group_id: int(attempt) for group_id, attempt in zip(part, reply, strict=True) if attempt}
+        return found
 
     async def snapshot(self) -> dict[str, Any]:
         """The ledger's part of a checkpoint, as JSON values: cursor, account, groups in flight, dead groups."""

@@ -29,7 +29,7 @@ _RAISED = {
 _SHARED = ("prelude", "records", "claims")
 OPERATIONS = (
     "initialise", "issue", "renew", "reclaim", "drop", "fail", "account", "snapshot", "restore",
-    "put", "claim", "mark_trained", "commit", "rewind",
+    "put", "claim", "mark_trained", "commit", "rewind", "live_attempts",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"paceline/api/common/v1/array.proto\x12\x16paceline.api.common.v1\"R\n\x05\x41rray\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12,\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1d.paceline.api.common.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x03\"i\n\rBlobReference\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12,\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1d.paceline.api.common.v1.Dtype\x12\r\n\x05shape\x18\x04 \x03(\x03*\x8b\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x01\x12\x0f\n\x0b\x44TYPE_INT32\x10\x02\x12\x0f\n\x0b\x44TYPE_INT64\x10\x03\x12\x11\n\rDTYPE_FLOAT32\x10\x04\x12\x11\n\rDTYPE_FLOAT64\x10\x05\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"paceline/api/common/v1/array.proto\x12\x16paceline.api.common.v1\"R\n\x05\x41rray\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12,\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1d.paceline.api.common.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x03\"i\n\rBlobReference\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12,\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1d.paceline.api.common.v1.Dtype\x12\r\n\x05shape\x18\x04 \x03(\x03*\x9c\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x01\x12\x0f\n\x0b\x44TYPE_INT32\x10\x02\x12\x0f\n\x0b\x44TYPE_INT64\x10\x03\x12\x11\n\rDTYPE_FLOAT32\x10\x04\x12\x11\n\rDTYPE_FLOAT64\x10\x05\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x06\x12\x0f\n\x0b\x44TYPE_INT16\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.api.common.v1.arra
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DTYPE']._serialized_start=254
-  _globals['_DTYPE']._serialized_end=393
+  _globals['_DTYPE']._serialized_end=410
   _globals['_ARRAY']._serialized_start=62
   _globals['_ARRAY']._serialized_end=144
   _globals['_BLOBREFERENCE']._serialized_start=146

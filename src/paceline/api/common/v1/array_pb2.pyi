@@ -32,6 +32,7 @@ class _DtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType
     DTYPE_FLOAT32: _Dtype.ValueType  # 4
     DTYPE_FLOAT64: _Dtype.ValueType  # 5
     DTYPE_BFLOAT16: _Dtype.ValueType  # 6
+    DTYPE_INT16: _Dtype.ValueType  # 7
 
 class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
     """Dtype names the element type of an Array. All types are little-endian."""
@@ -43,6 +44,7 @@ DTYPE_INT64: Dtype.ValueType  # 3
 DTYPE_FLOAT32: Dtype.ValueType  # 4
 DTYPE_FLOAT64: Dtype.ValueType  # 5
 DTYPE_BFLOAT16: Dtype.ValueType  # 6
+DTYPE_INT16: Dtype.ValueType  # 7
 Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
 @_typing.final
@@ -90,7 +92,7 @@ class BlobReference(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     uri: _builtins.str
-    """Where the bytes are: a file path under the run's blob folder, or a URL."""
+    """Where the bytes are: a path relative to the run's blob folder, or a URL."""
     sha256: _builtins.str
     """Lower-case hexadecimal SHA-256 of the bytes."""
     dtype: Global___Dtype.ValueType

@@ -26,23 +26,23 @@ from paceline.api.common.v1 import array_pb2 as paceline_dot_api_dot_common_dot_
 from paceline.api.common.v1 import sample_pb2 as paceline_dot_api_dot_common_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'paceline/api/common/v1/generation.proto\x12\x16paceline.api.common.v1\x1a\"paceline/api/common/v1/array.proto\x1a#paceline/api/common/v1/sample.proto\"\x95\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\"E\n\x0bVersionGate\x12\x15\n\x0bmin_version\x18\x01 \x01(\x03H\x00\x12\x17\n\rexact_version\x18\x02 \x01(\x03H\x00\x42\x06\n\x04gate\"\xa8\x02\n\x0fGenerationInput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x37\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x1d.paceline.api.common.v1.Array\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.paceline.api.common.v1.SamplingParams\x12\r\n\x05seeds\x18\x05 \x03(\x04\x12\x31\n\x04gate\x18\x06 \x01(\x0b\x32#.paceline.api.common.v1.VersionGate\x12\x12\n\nsession_id\x18\x07 \x01(\t\x12\x0e\n\x06stream\x18\x08 \x01(\x08\x12\x18\n\x10num_top_logprobs\x18\t \x01(\x05\"\xb2\x01\n\x10GenerationFinish\x12\x34\n\x06reason\x18\x01 \x01(\x0e\x32$.paceline.api.common.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x03\x12\x1c\n\x14num_generated_tokens\x18\x05 \x01(\x03\"\x9f\x03\n\x10GenerationOutput\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x30\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1d.paceline.api.common.v1.Array\x12\x37\n\x10sampler_logprobs\x18\x03 \x01(\x0b\x32\x1d.paceline.api.common.v1.Array\x12:\n\rversion_spans\x18\x04 \x03(\x0b\x32#.paceline.api.common.v1.VersionSpan\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x11\n\tengine_id\x18\x06 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x07 \x01(\x05\x12\x38\n\x06\x66inish\x18\x08 \x01(\x0b\x32(.paceline.api.common.v1.GenerationFinish\x12\x34\n\rtop_token_ids\x18\t \x01(\x0b\x32\x1d.paceline.api.common.v1.Array\x12\x33\n\x0ctop_logprobs\x18\n \x01(\x0b\x32\x1d.paceline.api.common.v1.Array*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'paceline/api/common/v1/generation.proto\x12\x16paceline.api.common.v1\x1a\"paceline/api/common/v1/array.proto\x1a#paceline/api/common/v1/sample.proto\"\x95\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\"E\n\x0bVersionGate\x12\x15\n\x0bmin_version\x18\x01 \x01(\x03H\x00\x12\x17\n\rexact_version\x18\x02 \x01(\x03H\x00\x42\x06\n\x04gate\"\xc0\x02\n\x0fGenerationInput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x37\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x1d.paceline.api.common.v1.Array\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.paceline.api.common.v1.SamplingParams\x12\r\n\x05seeds\x18\x05 \x03(\x04\x12\x31\n\x04gate\x18\x06 \x01(\x0b\x32#.paceline.api.common.v1.VersionGate\x12\x12\n\nsession_id\x18\x07 \x01(\t\x12\x0e\n\x06stream\x18\x08 \x01(\x08\x12\x18\n\x10num_top_logprobs\x18\t \x01(\x05\x12\x16\n\x0ereturn_routing\x18\n \x01(\x08\"\xb2\x01\n\x10GenerationFinish\x12\x34\n\x06reason\x18\x01 \x01(\x0e\x32$.paceline.api.common.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x03\x12\x1c\n\x14num_generated_tokens\x18\x05 \x01(\x03\"\xcf\x03\n\x10GenerationOutput\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x30\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1d.paceline.api.common.v1.Array\x12\x37\n\x10sampler_logprobs\x18\x03 \x01(\x0b\x32\x1d.paceline.api.common.v1.Array\x12:\n\rversion_spans\x18\x04 \x03(\x0b\x32#.paceline.api.common.v1.VersionSpan\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x11\n\tengine_id\x18\x06 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x07 \x01(\x05\x12\x38\n\x06\x66inish\x18\x08 \x01(\x0b\x32(.paceline.api.common.v1.GenerationFinish\x12\x34\n\rtop_token_ids\x18\t \x01(\x0b\x32\x1d.paceline.api.common.v1.Array\x12\x33\n\x0ctop_logprobs\x18\n \x01(\x0b\x32\x1d.paceline.api.common.v1.Array\x12.\n\x07routing\x18\x0b \x01(\x0b\x32\x1d.paceline.api.common.v1.Array*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.api.common.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1261
-  _globals['_FINISHREASON']._serialized_end=1381
+  _globals['_FINISHREASON']._serialized_start=1333
+  _globals['_FINISHREASON']._serialized_end=1453
   _globals['_SAMPLINGPARAMS']._serialized_start=141
   _globals['_SAMPLINGPARAMS']._serialized_end=290
   _globals['_VERSIONGATE']._serialized_start=292
   _globals['_VERSIONGATE']._serialized_end=361
   _globals['_GENERATIONINPUT']._serialized_start=364
-  _globals['_GENERATIONINPUT']._serialized_end=660
-  _globals['_GENERATIONFINISH']._serialized_start=663
-  _globals['_GENERATIONFINISH']._serialized_end=841
-  _globals['_GENERATIONOUTPUT']._serialized_start=844
-  _globals['_GENERATIONOUTPUT']._serialized_end=1259
+  _globals['_GENERATIONINPUT']._serialized_end=684
+  _globals['_GENERATIONFINISH']._serialized_start=687
+  _globals['_GENERATIONFINISH']._serialized_end=865
+  _globals['_GENERATIONOUTPUT']._serialized_start=868
+  _globals['_GENERATIONOUTPUT']._serialized_end=1331
 # @@protoc_insertion_point(module_scope)

@@ -134,6 +134,7 @@ class GenerationInput(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RETURN_ROUTING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Idempotency key and handle for abort; unique in the run. An attempt to generate twice under one id is
     ALREADY_EXISTS while the first is running.
@@ -145,6 +146,8 @@ class GenerationInput(_message.Message):
     """Send tokens as they are sampled. False sends each sample once, whole."""
     num_top_logprobs: _builtins.int
     """Also return this many most probable tokens at every position; 0 means none."""
+    return_routing: _builtins.bool
+    """Also return the experts that each token went through. INVALID_ARGUMENT when the engine does not record them."""
     @_builtins.property
     def prompt_token_ids(self) -> _array_pb2.Array:
         """int32 [num_prompt_tokens], at least one."""
@@ -171,10 +174,11 @@ class GenerationInput(_message.Message):
         session_id: _builtins.str = ...,
         stream: _builtins.bool = ...,
         num_top_logprobs: _builtins.int = ...,
+        return_routing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "num_top_logprobs", b"num_top_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "sampling", b"sampling", "seeds", b"seeds", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "num_top_logprobs", b"num_top_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "return_routing", b"return_routing", "run_id", b"run_id", "sampling", b"sampling", "seeds", b"seeds", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +235,7 @@ class GenerationOutput(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROUTING_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Position in GenerationInput.seeds."""
     text: _builtins.str
@@ -261,6 +266,13 @@ class GenerationOutput(_message.Message):
     def top_logprobs(self) -> _array_pb2.Array:
         """float32 [num_new_tokens, num_top_logprobs]."""
 
+    @_builtins.property
+    def routing(self) -> _array_pb2.Array:
+        """uint8 or int16 [n, num_moe_layers, top_k]: the experts that the next n tokens of the whole sequence, prompt first,
+        were routed to in each layer that has experts. The messages of a sample bring one row for every token of prompt and
+        completion but the last, which no pass has read; n need not be the number of new tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -274,10 +286,11 @@ class GenerationOutput(_message.Message):
         finish: Global___GenerationFinish | None = ...,
         top_token_ids: _array_pb2.Array | None = ...,
         top_logprobs: _array_pb2.Array | None = ...,
+        routing: _array_pb2.Array | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "sampler_logprobs", b"sampler_logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "routing", b"routing", "sampler_logprobs", b"sampler_logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "engine_id", b"engine_id", "finish", b"finish", "index", b"index", "sampler_logprobs", b"sampler_logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "engine_id", b"engine_id", "finish", b"finish", "index", b"index", "routing", b"routing", "sampler_logprobs", b"sampler_logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""Where blobs lie: one module a store."""
