@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.config import RunFile
-from paceline.config.kinds import services_of
+from paceline.config.kinds import is_generated, services_of
 from paceline.config.place import SERVICES
 from paceline.telemetry import names
 from services.dashboard import alarms
@@ -85,7 +85,7 @@ def build(state: LiveState, config: RunFile, recent: Recent, counters: Counters)
         revision=recent.revision,
         awaiting="" if recent.steps else _awaiting(state, config, members, waits),
         run=run,
-        verdict=judge(last, recent.busy, config.rollout.max_staleness == 0),
+        verdict=judge(last, recent.busy, config.rollout.max_staleness == 0, engines=_publishes(config)),
         members=members,
         waits=waits,
         ledger=ledger,
@@ -111,13 +111,26 @@ def _run(state: LiveState, config: RunFile, recent: Recent, now: float) -> RunVi
     seconds = [value for item in recent.steps if (value := item.values.get(names.SECONDS_STEP))]
     if kind == "active" and seconds and total > step:
         eta = (total - step) * statistics.median(seconds)
-    bound = config.rollout.max_staleness
-    mode = "synchronous" if bound == 0 else "fully asynchronous" if bound == "unbounded" else f"max staleness {bound}"
     return RunView(
         run_id=state.run_id, state=kind, reason=run.reason if run else "", step=step, num_steps=total,
         elapsed_seconds=elapsed, eta_seconds=eta, newest_version=state.newest_version,
-        model=config.model.path.rstrip("/").rsplit("/", 1)[-1], mode=mode,
+        model=config.model.path.rstrip("/").rsplit("/", 1)[-1], mode=_mode(config),
+        rewarded=config.run.kind == "rl", publishes=_publishes(config),
     )  # fmt: skip
+
+
+def _publishes(config: RunFile) -> bool:
+    """Whether engines follow the weights: they make the samples, or clients train and publish."""
+    return is_generated(config) or not config.trainer.loop
+
+
+def _mode(config: RunFile) -> str:
+    """How far rollout may run ahead, or what the samples are where they are given."""
+    bound = config.rollout.max_staleness
+    if not _publishes(config):
+        given = {"sft": "labelled text", "dpo": "preferences"}.get(config.run.kind, "recorded groups")
+        return f"{given}, no engine"
+    return "synchronous" if bound == 0 else "fully asynchronous" if bound == "unbounded" else f"max staleness {bound}"
 
 
 def _end_of(state: LiveState) -> float | None:

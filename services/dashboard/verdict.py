@@ -38,8 +38,8 @@ def shares(steps: Sequence[StepView]) -> dict[str, float]:
     return result
 
 
-def judge(steps: Sequence[StepView], busy: BusyView, synchronous: bool) -> Verdict:
-    """The verdict over the newest steps. `busy` is of the same window of time."""
+def judge(steps: Sequence[StepView], busy: BusyView, synchronous: bool, engines: bool = True) -> Verdict:
+    """The verdict over the newest steps. `busy` is of the same window of time; without `engines` samples are given."""
     part = shares(steps)
     idle = busy.idle_share
     if not part:
@@ -48,17 +48,21 @@ def judge(steps: Sequence[StepView], busy: BusyView, synchronous: bool) -> Verdi
             kind="none", title="No verdict yet", sentence=text, knob="", num_steps=0, shares={}, engine_idle=None
         )
     over = "the last step" if len(steps) == 1 else f"the last {len(steps)} steps"
-    kind, title, sentence, knob = _decide(part, idle, over, synchronous)
+    kind, title, sentence, knob = _decide(part, idle, over, synchronous, engines)
     return Verdict(
         kind=kind, title=title, sentence=sentence, knob=knob, num_steps=len(steps), shares=part, engine_idle=idle
     )
 
 
-def _decide(part: dict[str, float], idle: float | None, over: str, synchronous: bool) -> tuple[Bound, str, str, str]:
+def _decide(
+    part: dict[str, float], idle: float | None, over: str, synchronous: bool, engines: bool
+) -> tuple[Bound, str, str, str]:
     waits, publish, checkpoint = part["wait_groups"], part["publish"], part["checkpoint"]
     trains = part["forward_backward"] + part["optimizer"]
     most = max(waits, trains, publish, checkpoint)
-    overlap = "rollout.max_staleness = 1 lets engines and trainer work at the same time" if synchronous else ""
+    overlap = (
+        "rollout.max_staleness = 1 lets engines and trainer work at the same time" if synchronous and engines else ""
+    )
     if publish == most and publish >= BOUND_SHARE:
         text = f"publishing weights took {_percent(publish)} of {over}."
         return "publish", "Publish-bound", text, "weights.transport.name = 'shm', or trainer.lora for smaller updates"
@@ -71,6 +75,8 @@ def _decide(part: dict[str, float], idle: float | None, over: str, synchronous: 
         more = "more engine.replicas, or a smaller rollout.sampling.max_new_tokens"
         if idle is not None and idle > 0.5:
             more = "a larger rollout.max_in_flight or more reward.workers: the engines idle too"
+        if not engines:
+            more = "a larger rollout.max_in_flight and rollout.buffer_groups: examples are made into tokens ahead"
         return "rollout", "Rollout-bound", text, "; ".join(filter(None, [more, overlap]))
     if idle is not None and idle >= IDLE_SHARE:
         text = f"engines idled {_percent(idle)} of {over}, waiting for the next weight version"
@@ -80,7 +86,8 @@ def _decide(part: dict[str, float], idle: float | None, over: str, synchronous: 
     if trains == most and trains >= BOUND_SHARE and waits < 0.1:
         text = f"forward, backward and optimizer took {_percent(trains)} of {over}"
         text += f"; the trainer waited {_percent(waits)} for groups."
-        return "trainer", "Trainer-bound", text, overlap or "a faster trainer, or fewer engine.replicas"
+        fewer = ", or fewer engine.replicas" if engines else ""
+        return "trainer", "Trainer-bound", text, overlap or f"a faster trainer{fewer}"
     text = f"the trainer waited {_percent(waits)} of {over} for groups"
     text += f", engines idled {_percent(idle)}." if idle is not None else "."
     return "balanced", "Balanced", text, ""

@@ -25,7 +25,11 @@ class RunView(BaseModel):
     newest_version: int
     model: str
     mode: str
-    """How far rollout may run ahead, in words."""
+    """How far rollout may run ahead, or what the samples are where they are given, in words."""
+    rewarded: bool = True
+    """Whether samples have rewards; else the loss is what counts."""
+    publishes: bool = True
+    """Whether weights are published while the run trains."""
 
 
 class Verdict(BaseModel):

@@ -66,7 +66,7 @@ export class Curves {
     const records = x.map((step) => this.training.get(step));
     const value = (key) => records.map((record) => record?.values[key] ?? null);
     const columns = { x };
-    const keys = ["reward_mean", "loss", "policy_loss", "kl_reference", "entropy", "logprob_gap_mean", "sampler_kl", "staleness_mean", "staleness_max", "train_tokens_per_second", "groups_refused_stale"];
+    const keys = ["reward_mean", "loss", "policy_loss", "kl_reference", "entropy", "logprob_gap_mean", "sampler_kl", "staleness_mean", "staleness_max", "preference_accuracy", "preference_margin", "train_tokens_per_second", "groups_refused_stale"];
     for (const key of keys) columns[key] = value(key);
     const spread = value("reward_std");
     const evaluated = [...this.evaluations.values()].flatMap((points) => [...points.values()]);
@@ -91,6 +91,8 @@ export class Curves {
       colour: EVALUATION_COLOURS[at % EVALUATION_COLOURS.length],
       points: true,
     }));
+    // Labelled text and preferences have no reward, and what is given cannot be stale.
+    const rewarded = this.evaluations.size > 0 || [...this.training.values()].some((record) => "reward_missing" in record.values);
     const plans = {
       reward: {
         title: "Reward",
@@ -109,6 +111,15 @@ export class Curves {
         series: PHASES.map(([key, , label, colour]) => ({ key, label, colour, format: duration })),
       },
       loss: { title: "Loss", note: "as it is minimized", series: [{ key: "loss", label: "mean of the updates", colour: "train" }] },
+      preference: {
+        title: "Preferences",
+        note: "share of pairs ranked right, and margin",
+        optional: true,
+        series: [
+          { key: "preference_accuracy", label: "ranked right", colour: "reward" },
+          { key: "preference_margin", label: "margin", colour: "optimizer" },
+        ],
+      },
       kl: {
         title: "KL to the reference",
         note: "nat a token",
@@ -118,6 +129,7 @@ export class Curves {
       mismatch: {
         title: "Sampler against policy",
         note: "nat a token",
+        optional: true,
         log: true,
         series: [
           { key: "logprob_gap_mean", label: "mean gap", colour: "train", alarm: 0.1 },
@@ -136,12 +148,18 @@ export class Curves {
       staleness: {
         title: "Staleness",
         note: "weight versions between sampling and training",
+        optional: true,
         series: [
           { key: "staleness_mean", label: "mean", colour: "publish", fromZero: true },
           { key: "staleness_max", label: "largest", colour: "checkpoint", dash: [4, 3], format: number },
         ],
       },
     };
+    byId("chart-loss").hidden = !rewarded;
+    if (!rewarded) {
+      plans.reward = { ...plans.loss, height: 250 };
+      delete plans.loss;
+    }
     this.charts?.forEach((chart) => chart.destroy());
     this.charts = Object.entries(plans).map(([name, plan]) => {
       byId(`chart-${name}`).replaceChildren();

@@ -20,7 +20,7 @@ const FATES = [
 // `last` is the newest training record that the curves show, null when there is none.
 export function showOverview(view, last) {
   const empty = Boolean(view.awaiting) && !last;
-  showHead(view, last?.values.reward_mean ?? null);
+  showHead(view, last?.values ?? {});
   showSources(view.sources);
   byId("empty").hidden = !empty;
   byId("verdict").hidden = view.verdict.kind === "none";
@@ -39,7 +39,7 @@ function isOver(run) {
   return ["finished", "failed", "stopped"].includes(run.state);
 }
 
-function showHead({ run, alarms }, reward) {
+function showHead({ run, alarms }, values) {
   document.title = `${run.run_id} · ${run.step}/${run.num_steps} · Paceline`;
   setText(byId("run-name"), run.run_id);
   const state = byId("run-state");
@@ -51,7 +51,9 @@ function showHead({ run, alarms }, reward) {
   setText(byId("fact-eta"), run.eta_seconds === null ? "–" : `about ${duration(run.eta_seconds)}`);
   byId("fact-eta").parentElement.hidden = isOver(run);
   setText(byId("fact-version"), run.newest_version ? whole(run.newest_version) : "none yet");
-  setText(byId("fact-reward"), number(reward));
+  byId("fact-version").parentElement.hidden = !run.publishes;
+  setText(byId("fact-reward").previousElementSibling, `${run.rewarded ? "Reward" : "Loss"}, last step`);
+  setText(byId("fact-reward"), number((run.rewarded ? values.reward_mean : values.loss) ?? null));
   setText(byId("fact-mode"), run.mode);
   const share = run.num_steps ? Math.min(1, run.step / run.num_steps) : 0;
   const bar = byId("progress");

@@ -81,3 +81,10 @@ def test_shares_sum_to_one_also_when_phases_overlap() -> None:
     assert sum(shares(overlapping).values()) == pytest.approx(1)
     part = shares([step(1, wait_groups=2, forward_backward=5, step=10)])
     assert part["other"] == pytest.approx(0.3)
+
+
+def test_without_engines_no_knob_of_theirs_is_named() -> None:
+    for parts in ({"wait_groups": 8, "forward_backward": 2}, {"wait_groups": 0.5, "forward_backward": 9}):
+        verdict = judge(steps(**parts), busy(None), synchronous=True, engines=False)
+        assert verdict.knob
+        assert not any(word in verdict.knob for word in ("engine", "staleness", "reward", "sampling"))
