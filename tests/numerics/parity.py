@@ -2,7 +2,7 @@
 
 `reference` runs backend torch in this process; `launch` runs layouts on ranks and returns a Record of each by name. On
 rank 0 the training step runs over `Leader`, the others follow: so commands, batching and backends are those of a run.
-As a program it is one rank: `python parity.py FOLDER RANK SIZE` reads FOLDER/layouts.json.
+As a program it is one rank: `python parity.py FOLDER RANK SIZE DEVICE` reads FOLDER/layouts.json.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paceline.api.common.v1 import reward_pb2
 from paceline.config import make_plugin
 from paceline.config.trainer import TrainerConfig
 from paceline.samples import COMPLETED, Sample, SampleGroup
+from services.trainer.datum import Datum
 
 STEPS = 3
 LENGTHS = [1, 2, 3, 50, 5, 5, 5, 9]
@@ -101,7 +102,10 @@ def reference(layout: Layout) -> Record:
     return _train(backend, plain)
 
 
-def launch(folder: Path, ranks: int, layouts: Sequence[Layout], environment: Mapping[str, str] = os.environ) -> dict:
+def launch(
+    folder: Path, ranks: int, layouts: Sequence[Layout], environment: Mapping[str, str] = os.environ,
+    device: str = "cpu",
+) -> dict:  # fmt: skip
     """Run all layouts, one after another, in one group of processes. AssertionError shows what a rank said."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "layouts.json").write_text(json.dumps([dataclasses.asdict(item) for item in layouts]))
@@ -113,7 +117,7 @@ def launch(folder: Path, ranks: int, layouts: Sequence[Layout], environment: Map
     logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, __file__, str(folder), str(rank), str(ranks)]
+        command = [sys.executable, __file__, str(folder), str(rank), str(ranks), device]
         with log.open("wb") as output:
             processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
     try:
@@ -146,6 +150,18 @@ def _gap(one: Any, other: Any) -> float:
     return float((np.abs(left - right) / np.maximum(1.0, np.abs(right))).max(initial=0.0))
 
 
+def groups_of_a11(vocabulary: int) -> list[list[Datum]]:
+    """The case's sequences of step 1 as datums, without advantages."""
+    return [
+        [
+            Datum(item.token_ids, item.loss_mask.astype(np.float32), zeros, zeros, item.temperature)
+            for item in group.samples
+            for zeros in [np.zeros(len(item.token_ids), np.float32)]
+        ]
+        for group in case_a11(vocabulary, 1)
+    ]
+
+
 def _train(backend: Any, layout: Layout) -> Record:
     """Train the case's steps, on rank 0 or alone."""
     from services.trainer.objective import Objective
@@ -163,16 +179,7 @@ def _train(backend: Any, layout: Layout) -> Record:
     if layout.save:
         Path(layout.save).mkdir(parents=True)
         backend.save_state(Path(layout.save))
-    from services.trainer.datum import Datum
-
-    groups = [
-        [
-            Datum(item.token_ids, item.loss_mask.astype(np.float32), zeros, zeros, item.temperature)
-            for item in group.samples
-            for zeros in [np.zeros(len(item.token_ids), np.float32)]
-        ]
-        for group in case_a11(backend.vocabulary, 1)
-    ]
+    groups = groups_of_a11(backend.vocabulary)
     logprobs = [item for group in backend.forward(groups) for item in group]
     weights = {name: item.float().cpu().numpy() for name, item in backend.weights().items()}
     return Record(values, logprobs, weights)
@@ -200,7 +207,7 @@ def _read(folder: Path, ranks: int) -> Record:
     )  # fmt: skip
 
 
-def _run_rank(folder: Path, rank: int, size: int) -> None:
+def _run_rank(folder: Path, rank: int, size: int, device: str) -> None:
     """Every layout on this rank."""
     import torch
     import torch.distributed as dist
@@ -212,7 +219,7 @@ def _run_rank(folder: Path, rank: int, size: int) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
-    world = World.join(rank, size, rank, "cpu", store)
+    world = World.join(rank, size, rank, device, store)
     for entry in json.loads((folder / "layouts.json").read_text()):
         layout = Layout(**entry)
         config = layout.config()
@@ -240,7 +247,7 @@ def _main() -> int:
     import parity_probes
 
     PROBES.update(parity_probes.PROBES)
-    _run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     return 0
 
 
