@@ -78,3 +78,5 @@ def _digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 PROBES["gradients 1x2"] = PROBES["gradients 2x1"] = gradient_check
+
+import megatron_probes  # noqa: E402, F401  registers those of backend megatron

@@ -89,12 +89,12 @@ class MegatronBackend:
 
 def _load() -> tuple[Any, Any]:
     """Import what needs megatron-core. ConfigError when it is not installed."""
-    from services.trainer.megatron.compat import quiet_imports
+    from services.trainer.megatron.compat import silence_warnings
 
+    silence_warnings()
     try:
-        with quiet_imports():
-            from services.trainer.megatron.backend import Replica
-            from services.trainer.megatron.cpu import devices
+        from services.trainer.megatron.backend import Replica
+        from services.trainer.megatron.cpu import devices
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("megatron"):
             raise

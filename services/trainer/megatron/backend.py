@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.config.trainer import TrainerConfig
 from services.trainer.backends.results import PassResult, StepOutcome
-from services.trainer.batching import plan_ranks
+from services.trainer.batching import plan_ranks, plan_streams
 from services.trainer.datum import Datum, Group
 from services.trainer.gathering import gather_tokens, groups_of, scatter_tokens, token_zeros
 from services.trainer.loss_metrics import merge
@@ -180,11 +180,10 @@ class Replica:
             if any(len(d.token_ids) > 1 if every_token else d.weights.any() for d in group):
                 members.append(range(first, first + len(group)))
             first += len(group)
-        members.sort(key=lambda item: -sum(len(data[index].token_ids) for index in item))
         lengths = [[len(data[index].token_ids) for index in item] for item in members]
         size = self.stage.config.hidden_size
         costs = [sum(row_cost(n, size) if self._by_flops else n for n in item) for item in lengths]
-        plan = plan_ranks([(sum(item), 1) for item in lengths], costs, self._budget, self.layout.data.size)
+        plan = plan_ranks(plan_streams([sum(item) for item in lengths], self._budget), costs, self.layout.data.size)
         return [
             stream_of([index for part in batch for index in members[part]], data, every_token, self.stage.multiple)
             for batch in plan[self.layout.data.rank]

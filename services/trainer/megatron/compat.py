@@ -7,20 +7,16 @@ which are still needed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 
-@contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Importing megatron-core warns once a module that it found neither of the two."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
-        yield
+def silence_warnings() -> None:
+    """megatron-core warns in each module that it found neither of the two, and at calls that its own code makes."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")
 
 
 class Norm(nn.RMSNorm):

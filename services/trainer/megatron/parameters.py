@@ -15,6 +15,7 @@ from services.trainer.megatron.compat import mark_shared
 from services.trainer.megatron.layout import Axis, Layout
 from services.trainer.megatron.mapping import Padded, Rule
 from services.trainer.megatron.model import Stage
+from services.trainer.megatron.tensors import read_row
 from services.trainer.model.shards import Piece, PieceReader
 from services.trainer.models.base import ModelFamily
 
@@ -95,7 +96,7 @@ class TensorSource:
     def read(self, entry: Entry, prefix: str = "") -> Tensor:
         """This rank's part of an entry, float32. FailedPrecondition when a tensor is missing or has another shape."""
         rule = entry.rule
-        tensors = [self._tensor(prefix, name, rule.expert).float() for name in rule.tensors]
+        tensors = [read_row(self._reader, self._family, name, rule.expert, prefix).float() for name in rule.tensors]
         shape = tuple(entry.parameter.shape)
         try:
             part = rule.part(tensors, entry.sharers.rank, entry.sharers.size)
@@ -109,16 +110,6 @@ class TensorSource:
         return errors.FailedPrecondition(
             f"{self._reader.folder}: {', '.join(rule.tensors)} of shapes {shapes} are not this policy's: {reason}"
         )
-
-    def _tensor(self, prefix: str, name: str, row: int | None) -> Tensor:
-        if prefix + name in self._reader:
-            if row is None:
-                return self._reader.read(prefix + name, None, 0)
-            return self._reader.read(prefix + name, Piece(row, self._reader.shapes[prefix + name]), 1)[0]
-        parts = self._family.stored(name, row) if row is not None and not prefix else []
-        if not parts or any(part not in self._reader for part in parts):
-            raise errors.FailedPrecondition(f"{self._reader.folder} does not hold {prefix + name}")
-        return torch.cat([self._reader.read(part, None, 0) for part in parts])
 
 
 def whole_tensors(

@@ -19,8 +19,9 @@ _CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 def vocabulary_scores(
     hidden: Tensor, head: Tensor, targets: Tensor, factor: Tensor, rows: int, group: Any, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` and entropy (nat) under softmax(factor * hidden @ head.T): two float32 [N].
+    """Log-probability of `targets` and entropy (nat) under softmax(factor * hidden @ head.T): two [N].
 
+    Results are float32, or float64 for float64 inputs; the softmax is computed in that type.
     hidden [N, D] is the same on all ranks of `group`; head has a rank's `rows` rows of the vocabulary, the last rank
     fewer; targets int64 [N]. The gradient of hidden is that of the rank's rows, and is to be summed over ranks.
     """
@@ -28,7 +29,7 @@ def vocabulary_scores(
         scores = token_scores(hidden, head, targets, factor, None, entropy_gradient)
         return scores.logprobs, scores.entropy
     own = targets - rows * group.rank()
-    found = _SharedScores.apply(hidden, head, own, factor.float(), rows, group, entropy_gradient)
+    found = _SharedScores.apply(hidden, head, own, factor.to(_softmax_type(hidden)), rows, group, entropy_gradient)
     return found  # type: ignore[return-value]
 
 
@@ -66,7 +67,7 @@ class _SharedScores(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         count = len(hidden)
-        logprobs, entropy, normalizers = (hidden.new_empty(count, dtype=torch.float32) for _ in range(3))
+        logprobs, entropy, normalizers = (factor.new_empty(count) for _ in range(3))
         for part in _parts(count, rows, head.device):
             logits = _logits(hidden[part], head, factor[part])
             top = logits.amax(1)
@@ -88,7 +89,7 @@ class _SharedScores(torch.autograd.Function):
         hidden, head, targets, factor, normalizers, entropy = ctx.saved_tensors
         incoming, of_entropy = gradients
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_head = torch.zeros_like(head, dtype=factor.dtype) if ctx.needs_input_grad[1] else None
         for part in _parts(len(hidden), ctx.rows, head.device):
             shares = _logits(hidden[part], head, factor[part]).sub_(normalizers[part].unsqueeze(1))
             scale = -incoming[part].unsqueeze(1)
@@ -111,8 +112,12 @@ def _parts(count: int, rows: int, device: torch.device) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
+def _softmax_type(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
 def _logits(hidden: Tensor, head: Tensor, factor: Tensor) -> Tensor:
-    return linear(hidden, head).float().mul_(factor.unsqueeze(1))
+    return linear(hidden, head).to(factor.dtype).mul_(factor.unsqueeze(1))
 
 
 def _own(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
