@@ -80,11 +80,19 @@ def test_what_refuses_its_configuration_is_not_started_again_and_again(tmp_path:
 
 def test_the_command_is_a_run_file_that_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", COMPOSE["trainer"]["command"])
+    text = re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", COMPOSE["trainer"]["command"])
     run_file, *overrides = shlex.split(text)
     config = load_run_file(Path(run_file), overrides)
     assert config.weights.transport.name == "disk"
     assert str(config.directory).startswith("/var/lib/paceline/")
+
+
+def test_a_run_without_engines_parses_when_their_keys_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = COMPOSE["trainer"]["command"].replace("sort4", "sft")
+    text = re.sub(r"\$\{PACELINE_ENGINE_OPTIONS-[^}]*\}", "", text)
+    run_file, *overrides = shlex.split(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
+    assert load_run_file(Path(run_file), overrides).run.kind == "sft"
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -86,3 +86,9 @@ def test_recorded_groups_need_no_reward(tmp_path: Path) -> None:
         load_run_file(recorded(tmp_path, "reward.graders = [{ name = 'exact_match' }]"))
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness does not apply"):
         load_run_file(recorded(tmp_path, "rollout.max_staleness = 2"))
+
+
+def test_a_dump_without_the_recorded_routing_is_refused() -> None:
+    overrides = ["rollout.dump=true", "engine.record_routing=true", "trainer.routing_replay=true"]
+    with pytest.raises(ConfigError, match=r"rollout\.dump = true keeps no routing"):
+        load_run_file(RL, overrides)

@@ -30,6 +30,6 @@ class Recorded:
             return task.group_id + name.removeprefix(group.group_id)
 
         return [
-            replace(item, sample_id=renamed(item.sample_id), trajectory_id=renamed(item.trajectory_id))
+            replace(item, sample_id=renamed(item.sample_id), trajectory_id=renamed(item.trajectory_id), blobs={})
             for item in group.samples
         ]

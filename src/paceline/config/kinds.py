@@ -71,14 +71,16 @@ def inapplicable(config: RunFile) -> dict[str, str]:
         keys |= dict.fromkeys(("data.max_example_tokens", "data.overlong"), _GIVEN_ONLY)
     if is_generated(config):
         return keys
-    keys |= dict.fromkeys(("rollout.samples_per_group", "rollout.sampling", "rollout.dump"), _NOTHING_SAMPLED)
+    keys |= dict.fromkeys(
+        ("rollout.samples_per_group", "rollout.sampling", "rollout.dump", "rollout.blobs"), _NOTHING_SAMPLED
+    )
     keys |= {"trainer.routing_replay": _NO_ROUTING}
     keys |= dict.fromkeys(("rollout.max_staleness", "rollout.too_stale"), _NO_STALENESS)
     keys |= {"gateway": "no engine runs that it could serve"}
     if not config.evaluation:
         keys |= dict.fromkeys(("engine", "router", "reward", "weights", "data.max_prompt_tokens"), _NOTHING_SERVED)
     if kind != "rl":
-        keys |= {"trainer.estimator": _NO_REWARD}
+        keys |= dict.fromkeys(("trainer.estimator", "trainer.critic"), _NO_REWARD)
         keys |= dict.fromkeys(_OF_SAMPLES, _NO_SAMPLER)
     return keys
 

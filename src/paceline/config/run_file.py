@@ -117,6 +117,11 @@ class RunFile(StrictModel):
     def _check_routing(self) -> None:
         if self.trainer.routing_replay and not self.engine.record_routing:
             raise ValueError("trainer.routing_replay = true needs engine.record_routing = true")
+        if self.engine.record_routing and self.rollout.dump:
+            raise ValueError(
+                "rollout.dump = true keeps no routing: what engine.record_routing records is removed with the "
+                "checkpoint that has its step; set one of them to false"
+            )
         if self.engine.record_routing and not self.trainer.routing_replay:
             raise ValueError("engine.record_routing = true has no reader; set trainer.routing_replay = true, too")
 

@@ -83,3 +83,13 @@ def test_a_group_at_the_ceiling_is_consumed_within_the_bound(bound: int) -> None
     step_made = 10
     step_consumed = -(-bounds.ceiling(step_made) // bounds.groups_per_step)
     assert (step_consumed - 1) - step_made == bound
+
+
+def test_in_data_order_each_group_has_a_place_before_it_is_issued() -> None:
+    """A full stream must never keep out the group that the trainer waits for."""
+    bounds = replace(SYNC, max_staleness=None, buffer_groups=6, in_data_order=True)
+    assert decide(bounds, 0, 0, NOTHING).count == 6
+    assert decide(bounds, 0, 2, replace(NOTHING, counted=5, generating=2, buffered=3)).count == 1
+    full = decide(bounds, 0, 2, replace(NOTHING, counted=6, generating=2, buffered=4))
+    assert full.count == 0 and "rollout.buffer_groups" in full.cause
+    assert decide(bounds, 0, 0, replace(NOTHING, counted=6, waiting=2, buffered=6)).count == 2
