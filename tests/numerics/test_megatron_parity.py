@@ -179,7 +179,7 @@ def test_all_layouts_of_two_ranks(models: dict, tmp_path: Path, monkeypatch: pyt
     reference = parity.reference(named(layouts, "bf16 tp"))
     for name in ("bf16 tp", "bf16 dp"):
         gaps = parity.difference(reference, found[name])
-        assert gaps["loss"] < 5e-3 and gaps["grad_norm"] < 2e-2, (name, gaps)
+        assert gaps["loss"] < 5e-3 and gaps["grad_norm"] < 5e-2, (name, gaps)
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_layouts_of_four_ranks(models: dict, tmp_path: Path, monkeypatch: pytest
 
 
 def agrees(wanted: Layout, record: Record) -> None:
-    found = parity.difference(parity.reference(wanted), record)
+    found = parity.difference(parity.reference(dataclasses.replace(wanted, save="")), record)
     # Under the last weights, whose differences they multiply.
     assert found.pop("logprobs") < 1e-4, (wanted.name, found)
     assert max(found.values()) < TOLERANCE, (wanted.name, found)

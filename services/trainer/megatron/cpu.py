@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
@@ -40,8 +41,37 @@ def host_devices() -> Iterator[None]:
         stack.enter_context(mock.patch.object(megatron_random, "_CUDA_RNG_STATE_TRACKER", _NoRandomness()))
         stack.enter_context(mock.patch.object(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True))
         stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _moved))
+        stack.enter_context(mock.patch.object(dist, "all_gather", _all_gather))
+        stack.enter_context(mock.patch.object(dist, "reduce_scatter", _reduce_scatter))
         stack.enter_context(_OnHost())
         yield
+
+
+_gather, _scatter = dist.all_gather, dist.reduce_scatter
+
+
+def _all_gather(outputs: list[Tensor], own: Tensor, group: Any = None, **named: Any) -> Any:
+    """Also of unequal lengths, which NCCL gathers and gloo does not: tokens for the experts that ranks share."""
+    lengths = [len(item) for item in outputs]
+    if len(set(lengths)) == 1:
+        return _gather(outputs, own, group=group, **named)
+    longest = max(lengths)
+    padded = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in outputs]
+    _gather(parts, padded, group=group)
+    for output, part in zip(outputs, parts, strict=True):
+        output.copy_(part[: len(output)])
+    return None
+
+
+def _reduce_scatter(output: Tensor, inputs: list[Tensor], *arguments: Any, group: Any = None, **named: Any) -> Any:
+    """Also of unequal lengths; sums."""
+    if len({len(item) for item in inputs}) == 1:
+        return _scatter(output, inputs, *arguments, group=group, **named)
+    whole = torch.cat(inputs)
+    dist.all_reduce(whole, group=group)
+    output.copy_(whole.split([len(item) for item in inputs])[dist.get_rank(group)])
+    return None
 
 
 class _OnHost(TorchFunctionMode):
