@@ -32,15 +32,29 @@ def plan_micro_batches(shapes: Sequence[tuple[int, int]], budget: int) -> list[l
     return [sorted(members) for members in bins]
 
 
-def plan_ranks(
-    shapes: Sequence[tuple[int, int]], costs: Sequence[float], budget: int, ranks: int
-) -> list[list[list[int]]]:
-    """The micro-batches of each rank, equally many on all; groups stay whole. `costs` is what to balance.
+def plan_streams(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """As plan_micro_batches for rows without padding: `sizes` are the tokens of each group, which simply add up."""
+    bins: list[list[int]] = []
+    tokens: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        for number, members in enumerate(bins):
+            if tokens[number] + sizes[index] <= budget:
+                members.append(index)
+                tokens[number] += sizes[index]
+                break
+        else:
+            bins.append([index])
+            tokens.append(sizes[index])
+    return [sorted(members) for members in bins]
+
+
+def plan_ranks(bins: Sequence[Sequence[int]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:
+    """The micro-batches of each rank, equally many on all, from those planned for one; `costs` of groups are balanced.
 
     Where the number of micro-batches is no multiple of `ranks`, the costliest of several groups are halved; with too
     few groups for that, some ranks get empty micro-batches, at the end.
     """
-    bins = plan_micro_batches(shapes, budget)
+    bins = [list(members) for members in bins]
     while len(bins) % ranks:
         divisible = [index for index, members in enumerate(bins) if len(members) > 1]
         if not divisible:

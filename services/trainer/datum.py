@@ -49,6 +49,8 @@ class Datum:
     """int32 [num_tokens, k]: the teacher's k likeliest tokens in the place of token t"""
     teacher_topk_logprobs: np.ndarray | None = None
     """float32 [num_tokens, k]"""
+    routing: np.ndarray | None = None
+    """uint8 or int16 [num_tokens - 1, num_moe_layers, top_k]: experts to go through, see paceline.routing"""
 
     def check(self, vocabulary: int) -> None:
         """InvalidDatum unless lengths, ids, weights and temperature are usable with a vocabulary of that size."""

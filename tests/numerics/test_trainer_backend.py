@@ -144,3 +144,24 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model: Path) -> None
     assert not subject.optim_step(1.0, 1e-3).stepped
     assert all(torch.equal(item, before[name]) for name, item in subject.masters.tensors.items())
     assert not subject.masters.pending
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_in_a_stream_equal_padded_rows(tiny_model: Path, share: bool, dtype: str) -> None:
+    groups = make_groups([*LENGTHS, [140, 150], [160]], [*PROMPTS, 9, 30])
+    stream, padded = (backend(tiny_model, dtype, share, tokens_per_micro_batch=300) for _ in range(2))
+    assert stream.policy.streams
+    padded.policy.streams = False
+    found, wanted = (subject.forward_backward(groups, PPO) for subject in (stream, padded))
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    assert relative(gradients(stream), gradients(padded)) < tolerance
+    assert found.loss_sum == pytest.approx(wanted.loss_sum, rel=tolerance)
+
+
+def test_activation_checkpointing_in_a_stream(tiny_model: Path) -> None:
+    groups = make_groups(LENGTHS, PROMPTS)
+    plain, recomputed = backend(tiny_model), backend(tiny_model, parallel={"activation_checkpointing": True})
+    for subject in (plain, recomputed):
+        subject.forward_backward(groups, PPO)
+    assert relative(gradients(recomputed), gradients(plain)) == 0.0

@@ -171,11 +171,12 @@ class FsdpBackend(TorchBackend):
 
     def _packed(self, rows: list[list[Row]], data: list[Datum], every_token: bool) -> list[PackedBatch]:
         """This rank's micro-batches: as many as every other rank has, empty ones included."""
-        shapes = [(len(items), max(row.width for row in items)) for items in rows]
         size = self.policy.hidden_size
         costs = [sum(row_cost(row.width, size) if self._by_flops else row.width for row in items) for items in rows]
-        plan = plan_ranks(shapes, costs, self._budget, self._world.size)[self._world.rank]
+        plan = plan_ranks(self._plan(rows), costs, self._world.size)[self._world.rank]
         return [
-            pack([row for index in members for row in rows[index]], data, every_token) if members else empty_batch()
+            pack([row for index in members for row in rows[index]], data, every_token, self.policy.streams)
+            if members
+            else empty_batch()
             for members in plan
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from paceline.config.trainer import TrainerConfig
 from paceline.plugins import registry
 from services.trainer.backends.base import PassResult, StepOutcome
-from services.trainer.batching import plan_micro_batches
+from services.trainer.batching import plan_micro_batches, plan_streams
 from services.trainer.datum import Datum, Group
 from services.trainer.gathering import gather_tokens, gather_topk_ids, groups_of, scatter_tokens, token_zeros
 from services.trainer.loss_metrics import merge
@@ -24,6 +25,7 @@ from services.trainer.model.host_swap import HostSwap
 from services.trainer.model.layers import checkpoint_activations, compile_layers
 from services.trainer.model.masters import Masters
 from services.trainer.model.policy import Policy
+from services.trainer.model.routing import RoutingReplay
 from services.trainer.model.state import BackgroundSave, StateCopy, restore_rng, rng_state
 from services.trainer.model.teachers import Teachers
 from services.trainer.objective import Objective
@@ -58,6 +60,8 @@ class TorchBackend:
         self._teachers: Teachers | None = None
         if config.teachers:
             self._teachers = Teachers(config.teachers, self._dtype, str(self._world.device), self.vocabulary)
+        if config.routing_replay:
+            self.policy.replay = RoutingReplay(self.policy.model, path)
         if config.parallel.activation_checkpointing:
             checkpoint_activations(self.policy.model)
         if config.compile:
@@ -103,6 +107,8 @@ class TorchBackend:
             merge(result.metrics, {name: float(value) for name, value in sums.metrics.items()})
             scatter_tokens(tokens.policy_logprobs.detach(), batch.datum_index, batch.token_index, flat)
         self.policy.set_dropout(False)
+        if self.policy.replay is not None:
+            merge(result.metrics, self.policy.replay.take_counts())
         self._add_ranks(result, flat)
         return result
 
@@ -171,8 +177,16 @@ class TorchBackend:
 
     def _packed(self, rows: list[list[Row]], data: list[Datum], every_token: bool) -> list[PackedBatch]:
         """The micro-batches that this rank puts through the model, given the rows of each group."""
-        plan = plan_micro_batches([(len(items), max(row.width for row in items)) for items in rows], self._budget)
-        return [pack([row for index in members for row in rows[index]], data, every_token) for members in plan]
+        return [
+            pack([row for index in members for row in rows[index]], data, every_token, self.policy.streams)
+            for members in self._plan(rows)
+        ]
+
+    def _plan(self, rows: list[list[Row]]) -> list[list[int]]:
+        """Indices of the groups of each micro-batch."""
+        if self.policy.streams:
+            return plan_streams([sum(row.width for row in items) for items in rows], self._budget)
+        return plan_micro_batches([(len(items), max(row.width for row in items)) for items in rows], self._budget)
 
     def _idle(self, batch: PackedBatch, objective: Objective, reference: bool) -> None:
         """An empty micro-batch: take part in the others' collectives, and add nothing."""
@@ -197,6 +211,8 @@ class TorchBackend:
         data = [datum for group in groups for datum in group]
         for datum in data:
             datum.check(self.vocabulary)
+            if self.policy.replay is not None:
+                self.policy.replay.check(datum)
         return data
 
     def _batches(self, groups: Sequence[Group], data: list[Datum], every_token: bool) -> list[PackedBatch]:
@@ -238,8 +254,9 @@ class TorchBackend:
         policy = self._reference or self.policy
         if self._reference is None and self.policy.peft is None:
             raise ValueError("no reference was loaded; see TrainerConfig.needs_reference")
+        # The reference chooses its experts itself, as the model that it is.
         with policy.without_adapter() if self._reference is None else nullcontext():
-            return self._plain_score(policy, batch)
+            return self._plain_score(policy, replace(batch, routing=None))
 
 
 def _plain(value: Any) -> Any:

@@ -7,22 +7,24 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 
 from paceline.config import ConfigError
 from paceline.config.trainer import LoraConfig
+from services.trainer.datum import Datum
+from services.trainer.model import attention
+from services.trainer.model.attention import Rows
 from services.trainer.model.logprobs import TokenScores, token_logprobs, token_scores, top_logprobs
-from services.trainer.packing import PackedBatch
+from services.trainer.model.routing import RoutingReplay
+from services.trainer.packing import PackedBatch, Row, pack
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER = "default"
-_SHORT_ROW = 128
-"""Rows up to this width use the attention that is written out. On a CPU the fused kernel's backward pass costs two to
-four times as much there in bfloat16 (measured at widths 44 to 128); beyond, the matrix of scores would dominate."""
 
 
 class Policy:
@@ -46,6 +48,8 @@ class Policy:
         self.shares_prefixes = _plain_attention(self.model.config)
         self.around: Callable[..., tuple[Tensor, ...]] = _call
         """Calls a pass; replaced where parameters are whole only inside of a wrapper's forward."""
+        self.replay: RoutingReplay | None = None
+        """Makes the passes of batches with a routing follow it."""
         self.peft: PeftModel | None = None
         self.trainable: dict[str, nn.Parameter]
         if frozen:
@@ -59,6 +63,8 @@ class Policy:
             self.trainable = {_adapter_name(name): item for name, item in named if item.requires_grad}
         self.logit_scale = _logit_scale(self.model.config)
         self._check_head()
+        self.streams = self.shares_prefixes and self._takes_rows()
+        """Whether micro-batches may be streams of rows; see PackedBatch.row_widths."""
 
     def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each predicted token of the batch: two [N], see token_logprobs."""
@@ -88,11 +94,14 @@ class Policy:
         """[N, D]: the last hidden state that each predicted token is predicted from."""
         inputs = torch.from_numpy(batch.token_ids).to(self.device)
         positions = torch.from_numpy(batch.position_ids).to(self.device)
-        kernel = "eager" if self._short_rows_eager and inputs.shape[1] <= _SHORT_ROW else "sdpa"
-        if self.model.config._attn_implementation != kernel:
-            self.model.set_attn_implementation(kernel)
-        hidden = self._hidden(inputs, positions, self._mask(batch, kernel)).flatten(0, 1)
-        return hidden.index_select(0, torch.from_numpy(batch.source).to(self.device))
+        told = self.replay.argument(batch.routing, self.device) if self.replay is not None else {}
+        if batch.row_widths is not None:
+            rows = Rows(batch, self.device, self._compute)
+            hidden = self._hidden(inputs, positions, None, attention.NAME, rows=rows, **told)
+        else:
+            kernel = "eager" if self._short_rows_eager and inputs.shape[1] <= attention.SHORT_ROW else "sdpa"
+            hidden = self._hidden(inputs, positions, self._mask(batch, kernel), kernel, **told)
+        return hidden.flatten(0, 1).index_select(0, torch.from_numpy(batch.source).to(self.device))
 
     def _factor(self, batch: PackedBatch) -> Tensor:
         """[N]: what logits are multiplied with."""
@@ -123,9 +132,13 @@ class Policy:
     def _head(self) -> nn.Linear:
         return cast(nn.Linear, self.model.get_output_embeddings())
 
-    def _hidden(self, inputs: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+    def _hidden(
+        self, inputs: Tensor, positions: Tensor | None, mask: Tensor | None, kernel: str = "sdpa", **named: Any
+    ) -> Tensor:
+        if self.model.config._attn_implementation != kernel:
+            self.model.set_attn_implementation(kernel)
         backbone = self.model.base_model
-        output = backbone(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False)
+        output = backbone(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False, **named)
         return output.last_hidden_state
 
     @torch.no_grad()
@@ -140,6 +153,17 @@ class Policy:
                 "logits are not a linear function of the last hidden state (a soft cap?)"
             )
 
+    @torch.no_grad()
+    def _takes_rows(self) -> bool:
+        """Whether the family's attention can be replaced by ours: tried on two rows, against each of them alone."""
+        ids = np.arange(5) % self.vocabulary
+        zeros, ones = np.zeros(5, np.float32), np.array([0, 1, 1, 1, 1], np.float32)
+        data = [Datum(ids[:count], ones[:count], zeros[:count], zeros[:count]) for count in (5, 3)]
+        found = self.states(pack([Row((0,), 0, 5), Row((1,), 0, 3)], data, True, stream=True))
+        alone = [self.states(pack([Row((0,), 0, len(item.token_ids))], [item], True)) for item in data]
+        wanted = torch.cat(alone)
+        return bool(torch.allclose(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())))
+
 
 def _call(work: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
     return work(*arguments)
@@ -153,6 +177,9 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )
+    if dtype == torch.float64:
+        # The grouped products of experts know no such numbers.
+        cast(Any, model).set_experts_implementation("eager")
     return cast(Any, model).to(device).eval()
 
 

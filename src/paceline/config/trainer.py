@@ -164,7 +164,8 @@ class TrainerConfig(StrictModel):
     compile: bool = False
     """Fuse the small kernels of each layer with torch.compile; the first step takes a minute longer. GPUs only."""
     tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    """Most tokens, padding included, of one forward pass; a single longer group goes alone."""
+    """Most tokens of one forward pass; a single longer group goes alone. Rows lie one after another without padding,
+    but in families with an attention of their own, whose padding counts."""
     checkpoint_every: int = Field(default=1, ge=1)
     """Steps between checkpoints. Groups are acknowledged by checkpoints, so a crash replays at most this many steps."""
     keep_checkpoints: int = Field(default=2, ge=2)

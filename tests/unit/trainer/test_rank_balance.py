@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.batching import balance, plan_micro_batches, plan_ranks
+from services.trainer.batching import balance, plan_micro_batches, plan_ranks, plan_streams
 
 SHAPES = st.lists(st.tuples(st.integers(1, 8), st.integers(1, 60)), max_size=16)
 
@@ -19,7 +19,7 @@ def tokens(shapes: list[tuple[int, int]]) -> list[float]:
 
 @given(SHAPES, st.integers(1, 300), st.integers(1, 5))
 def test_every_group_once_counts_equal_cap_kept(shapes: list[tuple[int, int]], budget: int, ranks: int) -> None:
-    plan = plan_ranks(shapes, tokens(shapes), budget, ranks)
+    plan = plan_ranks(plan_micro_batches(shapes, budget), tokens(shapes), ranks)
     assert len(plan) == ranks
     assert len({len(batches) for batches in plan}) == 1
     assert sorted(index for batches in plan for members in batches for index in members) == list(range(len(shapes)))
@@ -28,19 +28,29 @@ def test_every_group_once_counts_equal_cap_kept(shapes: list[tuple[int, int]], b
         assert size <= budget or len(members) == 1
     for batches in plan:
         assert [bool(members) for members in batches] == sorted((bool(item) for item in batches), reverse=True)
-    assert plan == plan_ranks(shapes, tokens(shapes), budget, ranks)
+    assert plan == plan_ranks(plan_micro_batches(shapes, budget), tokens(shapes), ranks)
 
 
 @given(SHAPES, st.integers(1, 300), st.integers(1, 5))
 def test_no_rank_idles_while_another_holds_groups_that_could_be_split(
     shapes: list[tuple[int, int]], budget: int, ranks: int
 ) -> None:
-    plan = plan_ranks(shapes, tokens(shapes), budget, ranks)
+    plan = plan_ranks(plan_micro_batches(shapes, budget), tokens(shapes), ranks)
     batches = [members for rank in plan for members in rank]
     if any(not members for members in batches):
         assert all(len(members) <= 1 for members in batches)
     # No more micro-batches than the packing needs, but for the multiple of the ranks.
     assert len(batches) < len(plan_micro_batches(shapes, budget)) + ranks
+
+
+@given(st.lists(st.integers(1, 60), max_size=16), st.integers(1, 200))
+def test_streams_add_up(sizes: list[int], budget: int) -> None:
+    plan = plan_streams(sizes, budget)
+    assert sorted(index for members in plan for index in members) == list(range(len(sizes)))
+    loads = [sum(sizes[index] for index in members) for members in plan]
+    assert all(load <= budget or len(members) == 1 for load, members in zip(loads, plan, strict=True))
+    # First-fit: no two micro-batches could have been one.
+    assert all(one + other > budget for one, other in itertools.combinations(loads, 2))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=12), st.integers(1, 4))

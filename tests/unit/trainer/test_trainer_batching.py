@@ -78,6 +78,22 @@ def test_rows_of_one_datum_need_no_mask_and_every_token_can_be_asked_for() -> No
     assert batch.targets.tolist() == [5, 6] and batch.source.tolist() == [0, 1]
 
 
+def test_a_stream_has_no_padding_and_predicts_the_same() -> None:
+    data = [datum([7, 8, 1, 2], 2, 0.5), datum([7, 8, 3], 1), datum([4, 5, 6, 9, 2], 3), datum([6], 0)]
+    rows = [Row((0, 1), 2, 5), Row((3,), 0, 1), Row((2,), 0, 5)]
+    stream, padded = pack(rows, data, stream=True), pack(rows, data)
+    assert stream.token_ids.tolist() == [[4, 5, 6, 9, 2, 6, 7, 8, 1, 2, 3]]
+    assert stream.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 2]]
+    assert stream.row_widths is not None and stream.row_widths.tolist() == [5, 1, 5]
+    assert [None if item is None else item.tolist() for item in stream.row_segments] == [None, None, [0, 0, 1, 1, 2]]
+    assert stream.visible is None
+    found, wanted = (
+        sorted(zip(b.datum_index, b.token_index, b.targets, b.token_ids.reshape(-1)[b.source], strict=True))
+        for b in (stream, padded)
+    )
+    assert found == wanted
+
+
 def test_denominators_written_out() -> None:
     counts = [2, 0, 4]
     assert denominators(counts, "token_mean").denominator == 6
