@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.datum import Datum
-from services.trainer.megatron.attention import CoreAttention, PackedTokens
+from services.trainer.megatron.attention import CoreAttention, KernelPlan, PackedTokens
 from services.trainer.megatron.stream import places_of, segments_of, stream_of
 
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -82,6 +82,20 @@ def test_context_ranks_see_together_what_one_rank_sees(lengths: list[int], ranks
     for place in range(total):
         first = int(stream.bounds[np.searchsorted(stream.bounds, place, side="right") - 1])
         assert seen[place] == (first, place + 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), ranks=st.sampled_from([1, 2, 3]))
+def test_the_kernel_gets_the_keys_of_each_segment(lengths: list[int], ranks: int) -> None:
+    total = -(-sum(lengths) // (2 * ranks)) * 2 * ranks
+    bounds = np.unique([*np.cumsum([0, *lengths]), total])
+    for rank in range(ranks):
+        segments = segments_of(bounds, rank, ranks)
+        plan = KernelPlan(segments, torch.device("cpu"))
+        keys = torch.arange(total) if plan.chosen is None else plan.chosen
+        for number, (start, stop) in enumerate(zip(segments.key_starts, segments.key_stops, strict=True)):
+            found = keys[int(plan.keys[number]) : int(plan.keys[number + 1])]
+            assert found.tolist() == list(range(start, stop))
 
 
 def test_a_stream_predicts_the_tokens_with_a_weight_from_those_before() -> None:

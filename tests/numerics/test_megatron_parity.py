@@ -47,7 +47,7 @@ def layout(name: str, model: str, parallel: dict, fields: dict | None = None, **
 
 
 def quick(models: dict[str, str], state: str) -> list[Layout]:
-    """One layout of each kind, and a state that moves between them."""
+    """One layout of each kind, and states that move between them; `state` + "-torch" is one of backend torch."""
     moved: dict = {"load": state, "steps": 1, "first_step": 3}
     return [
         layout("tensor", models["llama"], TENSOR, {**SMALL, **REFERENCE}),
@@ -59,6 +59,7 @@ def quick(models: dict[str, str], state: str) -> list[Layout]:
         layout("resumed", models["llama"], TENSOR, **moved),
         layout("resumed on data", models["llama"], DATA, **moved),
         layout("resumed on pipeline", models["llama"], PIPELINE, **moved),
+        layout("resumed from torch", models["llama"], TENSOR, **{**moved, "load": f"{state}-torch"}),
         layout("whole", models["llama"], TENSOR),
     ]
 
@@ -115,6 +116,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def records(models: dict[str, str], state: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+    parity.reference(layout("two steps of torch", models["llama"], {}, save=f"{state}-torch", steps=2))
     return parity.launch(tmp_path_factory.mktemp("quick"), 2, quick(models, state))
 
 
@@ -132,7 +134,7 @@ def test_a_resumed_layout_is_the_uninterrupted_one_bit_for_bit(records: dict[str
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["resumed on data", "resumed on pipeline"])
+@pytest.mark.parametrize("name", ["resumed on data", "resumed on pipeline", "resumed from torch"])
 def test_a_state_loads_in_another_layout(records: dict[str, Record], name: str) -> None:
     whole = records["whole"]
     found = parity.difference(Record(whole.values[2:], whole.logprobs, whole.weights), records[name])
@@ -175,6 +177,7 @@ def test_all_layouts_of_two_ranks(models: dict, tmp_path: Path, monkeypatch: pyt
             agrees(item, found[item.name])
     for name in ("experts resumed", "experts on data", "experts on tensor", "experts on pipeline"):
         agrees(dataclasses.replace(named(layouts, "experts"), steps=3), after_two(found["experts"], found[name]))
+    agrees(named(layouts, "experts resumed"), found["experts resumed"])
     assert found["bf16 half"].values + found["bf16 resumed"].values == found["bf16 dp"].values
     reference = parity.reference(named(layouts, "bf16 tp"))
     for name in ("bf16 tp", "bf16 dp"):

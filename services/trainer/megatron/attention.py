@@ -18,6 +18,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from services.trainer.megatron.stream import Segments, places_of
 
 
+class KernelPlan:
+    """Segments as torch's flash attention takes them, on a device."""
+
+    def __init__(self, segments: Segments, device: torch.device) -> None:
+        counts = segments.key_stops - segments.key_starts
+        keys = np.cumsum([0, *counts])
+        self.chosen: Tensor | None = None
+        """int64: the keys one segment after another, where they do not lie so"""
+        if (segments.key_starts != keys[:-1]).any():
+            ranges = [np.arange(*ends) for ends in zip(segments.key_starts, segments.key_stops, strict=True)]
+            self.chosen = torch.from_numpy(np.concatenate(ranges)).to(device)
+        self.queries = torch.from_numpy(segments.queries).int().to(device)
+        self.keys = torch.from_numpy(keys).int().to(device)
+        self.longest_query, self.longest_key = int(np.diff(segments.queries).max()), int(counts.max())
+
+
 @dataclass
 class PackedTokens(PackedSeqParams):
     """megatron-core's description of a packed batch, with what our attention needs besides."""
@@ -27,6 +43,8 @@ class PackedTokens(PackedSeqParams):
     """Tokens of the stream, over all context ranks."""
     positions: Tensor | None = None
     """int64 [total]: of each token in its sequence."""
+    plan: KernelPlan | None = None
+    """Made by the first layer of a pass, for the others."""
 
 
 class CoreAttention(nn.Module):
@@ -51,7 +69,8 @@ class CoreAttention(nn.Module):
         assert segments is not None
         key, value = (_all_tokens(item, self._context) for item in (key, value))
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            return _by_kernel(query, key, value, segments, self._scale)
+            packed_seq_params.plan = packed_seq_params.plan or KernelPlan(segments, query.device)
+            return _by_kernel(query, key, value, packed_seq_params.plan, self._scale)
         return _one_by_one(query, key, value, segments, self._scale)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -76,22 +95,16 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
     return torch.cat(found)
 
 
-def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, plan: KernelPlan, scale: float | None) -> Tensor:
     """All segments in one call of torch's flash attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    counts = segments.key_stops - segments.key_starts
-    if counts.sum() != len(key) or (segments.key_starts[1:] != segments.key_stops[:-1]).any():
-        chosen = torch.cat([
-            torch.arange(start, stop) for start, stop in zip(segments.key_starts, segments.key_stops, strict=True)
-        ]).to(query.device)  # fmt: skip
-        key, value = key.index_select(0, chosen), value.index_select(0, chosen)
+    if plan.chosen is not None:
+        key, value = key.index_select(0, plan.chosen), value.index_select(0, plan.chosen)
     key, value = _repeated(query, key, value)
-    keys = torch.cat([torch.zeros(1, dtype=torch.int64), torch.from_numpy(counts).cumsum(0)])
-    queries = torch.from_numpy(segments.queries)
     return varlen_attn(
-        query.contiguous(), key.contiguous(), value.contiguous(), queries.int().to(query.device),
-        keys.int().to(query.device), int(queries.diff().max()), int(counts.max()), scale=scale, window_size=(-1, 0),
+        query.contiguous(), key.contiguous(), value.contiguous(), plan.queries, plan.keys, plan.longest_query,
+        plan.longest_key, scale=scale, window_size=(-1, 0),
     )  # type: ignore[return-value]  # fmt: skip
 
 
