@@ -17,7 +17,7 @@ LAYERS, EXPERTS, TOP_K = 3, 6, 2
 def save_moe(
     path: Path, experts: int = EXPERTS, dense_layers: tuple[int, ...] = (1,), alike: float | None = None
 ) -> Path:
-    """Three layers, `dense_layers` without experts. `alike`: routers see experts in pairs that are so close."""
+    """Three layers, `dense_layers` without experts. `alike`: routers see experts in threes that are so close."""
     torch.manual_seed(3)
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
@@ -30,7 +30,8 @@ def save_moe(
     if alike is not None:
         for router in routers(model):
             with torch.no_grad():
-                router.weight[1::2] = router.weight[::2] + alike * torch.randn_like(router.weight[::2])
+                for place in (1, 2):
+                    router.weight[place::3] = router.weight[::3] + alike * torch.randn_like(router.weight[::3])
     model.save_pretrained(path)
     vocabulary = {f"t{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
@@ -46,6 +47,7 @@ def routers(model: Any) -> list[Any]:
 def routing_of(path: Path, token_ids: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:
     """[num_tokens - 1, layers, top_k] of one sequence, by transformers alone."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model.set_experts_implementation("eager")
     seen: list[torch.Tensor] = []
     for router in routers(model):
         router.register_forward_hook(lambda module, arguments, output: seen.append(output[2]))
