@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
+from paceline.blobs import BlobKeeper
 from paceline.config import make_plugin
 from paceline.ledger import Ledger
 from paceline.rpc.membership import RUN_ENDED
@@ -70,6 +71,8 @@ def _loop(
     estimator = make_plugin("estimator", config.estimator, "trainer.estimator")
     check_estimator(estimator, config)
     objective = Objective.from_config(config)
+    table = context.config.rollout.blobs
+    blobs = make_plugin("blob_store", table, "rollout.blobs", context.config.directory, context.run_id)
 
     async def train() -> None:
         backend = await ranks.load()
@@ -77,14 +80,15 @@ def _loop(
         critic = await worker.run(make_critic, path, config, seed, steps)
         backend = with_critic(backend, critic)
         server.backend = backend
+        ledger = Ledger(context.redis(), context.run_id)
         parts = Parts(
             config=context.config, status=context.status, worker=worker, backend=backend,
             trainer=StepTrainer(backend, estimator, objective, config, steps, critic), control=control,
-            publisher=publisher, checkpoints=checkpoints, ledger=Ledger(context.redis(), context.run_id),
+            publisher=publisher, checkpoints=checkpoints, ledger=ledger,
             stream=SampleStream(context.redis(), context.run_id, context.config.rollout.buffer_groups),
             metrics=MetricsFile(context.config.directory / "metrics.jsonl"),
             run_ended=lambda: context.membership is not None and context.membership.run_state in RUN_ENDED,
-            report=lambda: _report(context),
+            report=lambda: _report(context), blobs=BlobKeeper(blobs, ledger) if config.routing_replay else None,
         )  # fmt: skip
         await TrainingLoop(parts).run()
 

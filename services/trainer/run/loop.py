@@ -14,6 +14,7 @@ from opentelemetry.util.types import AttributeValue
 
 from paceline import recording
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
+from paceline.blobs import BlobKeeper
 from paceline.config import RunFile
 from paceline.config.kinds import is_generated
 from paceline.ids import GroupId
@@ -63,6 +64,8 @@ class Parts:
     """Whether the coordinator said that the run is over."""
     report: Callable[[], None]
     """Tell the coordinator about a change of state now."""
+    blobs: BlobKeeper | None = None
+    """Of samples that have any."""
 
 
 class RunEnded(Exception):
@@ -85,7 +88,7 @@ class TrainingLoop:
         self._record: dict[str, Any] | None = None
         self._saver = Saver(
             parts.config, parts.worker, parts.backend, parts.checkpoints, parts.control, parts.ledger, parts.stream,
-            self._activity,
+            self._activity, parts.blobs,
         )  # fmt: skip
 
     async def run(self) -> None:
@@ -146,6 +149,7 @@ class TrainingLoop:
             await self._publish(start.step, start.checkpoint.weight_version if start.checkpoint else 0)
         self._become("READY")
         await self._wait_for_ledger()
+        await self._saver.sweep_blobs()
 
     async def _resume_records(self, start: StartingPoint) -> None:
         """metrics.jsonl and the coordinator hold the records up to the checkpoint, and no later one."""
@@ -194,6 +198,8 @@ class TrainingLoop:
             tracing.record_span(names.SPAN_TRAINER_CLAIM, began, claimed, {names.ATTRIBUTE_STEP: step})
             self._activity.set(f"training step {step} on {len(claim.groups)} groups")
             await self._dump(step, claim.groups)
+            if parts.blobs is not None:
+                await parts.blobs.read(claim.groups)
             result = await parts.worker.run(parts.trainer.train, step, claim.groups)
             record_phases(step, claim.groups, result, claimed)
             await until_available(lambda: parts.stream.mark_trained(step), "Redis", self._activity.waiting)

@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.blobs import BlobKeeper
 from paceline.config import RunFile
 from paceline.ledger import Ledger
 from paceline.rpc.patience import until_available
@@ -39,7 +40,7 @@ class Saver:
 
     def __init__(
         self, config: RunFile, worker: Worker, backend: TrainBackend, checkpoints: CheckpointStore, control: Control,
-        ledger: Ledger, stream: SampleStream, activity: Activity,
+        ledger: Ledger, stream: SampleStream, activity: Activity, blobs: BlobKeeper | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._worker = worker
@@ -49,6 +50,7 @@ class Saver:
         self._ledger = ledger
         self._stream = stream
         self._activity = activity
+        self._blobs = blobs
         self._pending: _Pending | None = None
         self.saved = -1
         """Last step that is in a checkpoint or in one that is being written."""
@@ -91,10 +93,16 @@ class Saver:
         await self.commit(checkpoint)
 
     async def commit(self, checkpoint: Checkpoint) -> None:
-        """Only now are the groups of the steps in it settled."""
+        """Only now are the groups of the steps in it settled, and their blobs needed no longer."""
         ledger = await asyncio.to_thread(checkpoint.file(LEDGER_PART).read_text)
         await self._control.commit_checkpoint(checkpoint, ledger)
         await until_available(lambda: self._stream.commit(checkpoint.step), "Redis", self._activity.waiting)
+        await self.sweep_blobs()
+
+    async def sweep_blobs(self) -> None:
+        """Remove the blobs of all groups that are settled, or were issued again."""
+        if self._blobs is not None:
+            await until_available(self._blobs.sweep, "Redis", self._activity.waiting)
 
     async def _describe(self, step: int, weight_version: int, record: dict[str, Any] | None) -> _Pending:
         self._activity.set(f"writing the checkpoint of step {step}")

@@ -72,7 +72,7 @@ class Updates:
             key = names.ENTROPY if name == "entropy_sum" else name
             if key in names.UNITS and self.tokens:
                 found[key] = value if name.endswith(LARGEST) else value / self.tokens
-        found |= self._preferences() | self._correction_size()
+        found |= self._preferences() | self._correction_size() | self._disagreement()
         found |= {names.OPTIMIZER_UPDATES: self.stepped, names.SAMPLES_TRAINED: len(self.trained), **(self.gaps or {})}
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
@@ -81,6 +81,11 @@ class Updates:
         pairs = self.sums.get("preference_pairs", 0.0)
         keys = ((names.PREFERENCE_ACCURACY, "preference_correct"), (names.PREFERENCE_MARGIN, "preference_margin"))
         return {name: self.sums[key] / pairs for name, key in keys} if pairs else {}
+
+    def _disagreement(self) -> dict[str, float]:
+        """How often replayed routing is not what the trainer's routers would do."""
+        choices = self.sums.get("routing_choices", 0.0)
+        return {names.ROUTING_DISAGREEMENT: self.sums["routing_differing"] / choices} if choices else {}
 
     def _correction_size(self) -> dict[str, float]:
         """Effective sample size of the corrections' weights, as a share of the tokens."""

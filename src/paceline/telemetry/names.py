@@ -60,6 +60,8 @@ RESPONSE_LENGTH_MEAN = "response_length_mean"
 """Sampled tokens of a sample, mean. Unit: {token}."""
 OPTIMIZER_UPDATES = "optimizer_updates"
 """Optimizer updates of the step; 0 when nothing contributed. Unit: {update}."""
+ROUTING_DISAGREEMENT = "routing_disagreement"
+"""Share of replayed choices of experts that the trainer's own routers would not make. Unit: 1."""
 VALUE_LOSS = "value_loss"
 """Loss of the critic, mean over its updates' tokens. Unit: 1."""
 VALUE_CLIP_FRACTION = "value_clip_fraction"
@@ -91,7 +93,7 @@ TRAIN_TOKENS_PER_SECOND = "train_tokens_per_second"
 PREFERENCE_ACCURACY = "preference_accuracy"
 """Share of pairs whose chosen completion is rated above the rejected one (dpo). Unit: 1."""
 PREFERENCE_MARGIN = "preference_margin"
-"""beta * (h(chosen) - h(rejected)), mean over pairs; h is log policy - log reference of a completion. Unit: 1."""
+"""beta * (h(chosen) - h(rejected)), mean over pairs; h is log policy - log reference. Unit: 1."""
 PASS_AT_1 = "pass_at_1"
 """Share of an evaluation's graded samples that got full marks, mean over prompts. Unit: 1."""
 PASS_AT_K = "pass_at_k"
@@ -182,6 +184,7 @@ UNITS = {
     "tokens_trained": "{token}",
     "response_length_mean": "{token}",
     "optimizer_updates": "{update}",
+    "routing_disagreement": "1",
     "value_loss": "1",
     "value_clip_fraction": "1",
     "explained_variance": "1",
@@ -236,6 +239,7 @@ BRIEFS = {
     "tokens_trained": "Sampled tokens of the step.",
     "response_length_mean": "Sampled tokens of a sample, mean.",
     "optimizer_updates": "Optimizer updates of the step; 0 when nothing contributed.",
+    "routing_disagreement": "Share of replayed choices of experts that the trainer's own routers would not make.",
     "value_loss": "Loss of the critic, mean over its updates' tokens.",
     "value_clip_fraction": "Share of tokens whose value was clipped.",
     "explained_variance": "1 - var(return - value) / var(return), before the critic's update.",
@@ -251,7 +255,7 @@ BRIEFS = {
     "seconds_checkpoint": "Checkpoint.",
     "train_tokens_per_second": "Sampled tokens over the time of forward, backward and optimizer.",
     "preference_accuracy": "Share of pairs whose chosen completion is rated above the rejected one (dpo).",
-    "preference_margin": "beta * (h(chosen) - h(rejected)), mean over pairs; h is log policy - log reference of a completion.",
+    "preference_margin": "beta * (h(chosen) - h(rejected)), mean over pairs; h is log policy - log reference.",
     "pass_at_1": "Share of an evaluation's graded samples that got full marks, mean over prompts.",
     "pass_at_k": "Share of an evaluation's prompts of whose samples at least one got full marks.",
     "evaluation_prompts": "Prompts of the evaluation.",
