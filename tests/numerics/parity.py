@@ -150,16 +150,34 @@ def _gap(one: Any, other: Any) -> float:
     return float((np.abs(left - right) / np.maximum(1.0, np.abs(right))).max(initial=0.0))
 
 
-def groups_of_a11(vocabulary: int) -> list[list[Datum]]:
-    """The case's sequences of step 1 as datums, without advantages."""
+def attach_routing(groups: Sequence[SampleGroup], model: str) -> None:
+    """Experts drawn at random, of which siblings have the same for what they share."""
+    import transformers
+
+    config: Any = transformers.AutoConfig.from_pretrained(model)
+    layers, experts, top_k = config.num_hidden_layers, config.num_experts, config.num_experts_per_tok
+    for number, group in enumerate(groups):
+        for sample in group.samples:
+            scores = np.random.default_rng(number).random((len(sample.token_ids) - 1, layers, experts))
+            sample.attached["routing"] = scores.argsort(-1)[..., :top_k].astype(np.uint8)
+
+
+def groups_of_a11(vocabulary: int, routed: str = "") -> list[list[Datum]]:
+    """The case's sequences of step 1 as datums, without advantages; with a routing for the model `routed`."""
+    groups = case_a11(vocabulary, 1)
+    if routed:
+        attach_routing(groups, routed)
     return [
         [
-            Datum(item.token_ids, item.loss_mask.astype(np.float32), zeros, zeros, item.temperature)
+            Datum(
+                item.token_ids, item.loss_mask.astype(np.float32), zeros, zeros, item.temperature,
+                routing=item.attached.get("routing"),
+            )
             for item in group.samples
             for zeros in [np.zeros(len(item.token_ids), np.float32)]
         ]
-        for group in case_a11(vocabulary, 1)
-    ]
+        for group in groups
+    ]  # fmt: skip
 
 
 def _train(backend: Any, layout: Layout) -> Record:
@@ -174,13 +192,16 @@ def _train(backend: Any, layout: Layout) -> Record:
     trainer = StepTrainer(backend, estimator, Objective.from_config(config), config, 10)
     values = []
     for step in range(layout.first_step, layout.first_step + layout.steps):
-        found = trainer.train(step, case_a11(backend.vocabulary, step)).values
+        groups = case_a11(backend.vocabulary, step)
+        if config.routing_replay:
+            attach_routing(groups, layout.model)
+        found = trainer.train(step, groups).values
         values.append({name: value for name, value in found.items() if "second" not in name})
     if layout.save:
         Path(layout.save).mkdir(parents=True)
         backend.save_state(Path(layout.save))
-    groups = groups_of_a11(backend.vocabulary)
-    logprobs = [item for group in backend.forward(groups) for item in group]
+    data = groups_of_a11(backend.vocabulary, layout.model if config.routing_replay else "")
+    logprobs = [item for group in backend.forward(data) for item in group]
     weights = {name: item.float().cpu().numpy() for name, item in backend.weights().items()}
     return Record(values, logprobs, weights)
 
