@@ -147,11 +147,6 @@ def test_the_host_stands_for_cuda_inside_of_the_shim_only(monkeypatch: pytest.Mo
         pass
 
 
-def test_an_adapter_is_refused_by_name(models: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.lora.*megatron"):
-        MegatronBackend(models["llama"], layout(models["llama"], {"lora": {"rank": 2}}).config(), 0)
-
-
 @pytest.mark.parametrize(
     ("family", "fields", "parallel", "told"),
     [

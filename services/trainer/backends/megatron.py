@@ -30,10 +30,6 @@ class MegatronBackend:
     kind = "full"
 
     def __init__(self, path: Path, config: TrainerConfig, seed: int, world: World | None = None) -> None:
-        if config.lora is not None:
-            raise ConfigError(
-                "trainer.lora: backend 'megatron' trains all parameters; use backend = 'torch' for an adapter"
-            )
         self._world = world or World.single(config.device)
         self._devices, make = _load()
         self.replica: Replica = self._inside(lambda: make(path, config, seed, self._world))

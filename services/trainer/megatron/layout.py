@@ -108,7 +108,7 @@ def _join_alone(world: World) -> None:
     """megatron-core needs process groups even of one rank."""
     if not dist.is_initialized():
         kind = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        if world.device.type == "cuda":
+        if world.device.index is not None:
             torch.cuda.set_device(world.device)
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(kind, store=store, rank=0, world_size=1)

@@ -196,6 +196,10 @@ class TrainerConfig(StrictModel):
             raise ValueError("estimator = 'ppo' needs values; add a table [trainer.critic], which may be empty")
         if self.critic is not None and self.backend != "torch":
             raise ValueError(f"critic: backend = {self.backend!r} has no critic; it needs backend = 'torch'")
+        if self.lora is not None and self.backend != "torch":
+            raise ValueError(
+                f"lora: backend = {self.backend!r} trains all parameters; an adapter needs backend = 'torch'"
+            )
         if (self.aggregation == "constant") != (self.aggregation_length is not None):
             raise ValueError(
                 f'aggregation = {self.aggregation!r} with aggregation_length = {self.aggregation_length}: "constant" '

@@ -24,6 +24,7 @@ from paceline.config.trainer import TrainerConfig
             {"backend": "megatron", "parallel": {"ranks": 6, "tensor": 2, "pipeline": 2}},
             "tensor 2 x pipeline 2 x context 1 = 4 does not divide ranks 6",
         ),
+        ({"backend": "megatron", "lora": {"rank": 2}}, "lora: backend = 'megatron' trains all parameters"),
         ({"backend": "fsdp", "parallel": {"cpu_offload": True}}, "cpu_offload = true has no effect on device = 'cpu'"),
     ],
 )
