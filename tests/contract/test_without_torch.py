@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-BLOCKED = ("torch", "transformers", "peft", "safetensors", "accelerate")
+BLOCKED = ("torch", "transformers", "peft", "safetensors", "accelerate", "megatron")
 MODULES = [
     *(f"services.{name}.__main__" for name in ("coordinator", "router", "rollout", "reward", "gateway", "dashboard")),
     "paceline.cli.run_command", "paceline.cli.up_command", "paceline.cli.status_command", "paceline.config.check",
