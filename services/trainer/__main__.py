@@ -14,7 +14,7 @@ from paceline.blobs import BlobKeeper
 from paceline.config import make_plugin
 from paceline.ledger import Ledger
 from paceline.rpc.membership import RUN_ENDED
-from paceline.rpc.runtime import ServiceContext, run_service
+from paceline.rpc.runtime import EXIT_RUN_FAILED, ServiceContext, run_service
 from paceline.stream import SampleStream
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.critic.critic import make_critic
@@ -90,7 +90,9 @@ def _loop(
             run_ended=lambda: context.membership is not None and context.membership.run_state in RUN_ENDED,
             report=lambda: _report(context), blobs=BlobKeeper(blobs, ledger) if config.routing_replay else None,
         )  # fmt: skip
-        await TrainingLoop(parts).run()
+        outcome = await TrainingLoop(parts).run()
+        if outcome is not None and outcome.failed:
+            context.request_stop(EXIT_RUN_FAILED, f"the run has failed: {outcome.reason}")
 
     return train()
 

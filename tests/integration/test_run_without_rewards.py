@@ -38,6 +38,10 @@ def test_a_run_without_any_reward_ends_as_failed_with_the_reason(tmp_path: Path)
     assert "none: 16 trajectories, each without one" in output and "nan" not in output
     assert "8 issued = 8 trained" in output, "the account balances"
     assert "exported model" not in output
+    assert "trainer-0 ended" not in output, "a trainer that has come to its end is not started again"
+    trainer = (directory / "logs" / "trainer-0.log").read_text()
+    assert "trainer-0 ends: the run has failed: not one of the 16 trajectories" in trainer
+    assert trainer.count("trainer-0 serves on") == 1
     summary = json.loads((directory / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert (summary["state"], summary["reward_first"], summary["ledger_balanced"]) == ("failed", None, True)
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -31,7 +31,7 @@ from services.trainer.exporting import export_run
 from services.trainer.room import until_room
 from services.trainer.run.control import Control
 from services.trainer.run.metrics import MetricsFile
-from services.trainer.run.outcome import outcome_of
+from services.trainer.run.outcome import Outcome, outcome_of
 from services.trainer.run.publication import Publisher, Snapshot
 from services.trainer.run.recovery import Recovery, StartingPoint
 from services.trainer.run.saving import Saver
@@ -91,8 +91,11 @@ class TrainingLoop:
             self._activity, parts.blobs,
         )  # fmt: skip
 
-    async def run(self) -> None:
-        """Go on from the newest checkpoint, train to the last step, export, and finish the run."""
+    async def run(self) -> Outcome | None:
+        """Go on from the newest checkpoint, train to the last step, export, and finish the run.
+
+        None when the run was ended by someone else.
+        """
         parts = self._parts
         try:
             await self._start()
@@ -104,12 +107,10 @@ class TrainingLoop:
             log.info("the run was ended; the trainer stops after step %d", self._step)
             await self._checkpoint(self._step)
             self._become("DONE")
-            return
+            return None
         await self._checkpoint(self._step)
         outcome = outcome_of(await asyncio.to_thread(parts.metrics.records), self._step)
-        if outcome.failed:
-            log.error("the run has failed: %s", outcome.reason)
-        elif parts.config.trainer.export:
+        if parts.config.trainer.export and not outcome.failed:
             self._activity.set("exporting the model")
             target = parts.config.directory / "export"
             await until_room(
@@ -120,6 +121,7 @@ class TrainingLoop:
         await parts.control.finish(outcome.reason, outcome.failed)
         self._activity.set("done")
         self._become("DONE")
+        return outcome
 
     async def _await_evaluations(self) -> None:
         """Everything stops when the run is finished, so rollout may first evaluate the last weights."""

@@ -27,6 +27,7 @@ from paceline.launcher.lock import lock_directory
 from paceline.launcher.process import Child, Spec, StartFailed
 from paceline.launcher.redis_server import RedisServer
 from paceline.rpc.client import open_channel
+from paceline.rpc.runtime import EXIT_RUN_FAILED
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Launcher:
         name = f"{service}-{index}"
         spec = Spec(
             name=name, argv=lambda: self._argv(service, name), env=lambda: self._env(service, name),
-            finishes=service == "trainer",
+            final=(0, EXIT_RUN_FAILED) if service == "trainer" else (),
         )  # fmt: skip
         child = await self._launch(spec)
         self.addresses[name] = child.announced.get("address", "")
@@ -172,7 +173,7 @@ class Launcher:
         """Restart with backoff whatever ends without being told to."""
         while True:
             code = await child.wait()
-            if child.spec.finishes and code == 0:
+            if code in child.spec.final:
                 self.finished.set()
                 return
             if code == EXIT_CONFIG:

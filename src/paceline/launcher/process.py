@@ -34,8 +34,8 @@ class Spec:
     env: Callable[[], dict[str, str]]
     announces: bool = True
     """The process writes one line of JSON to PACELINE_READY_FD once it serves."""
-    finishes: bool = False
-    """Exit code 0 is the end of its work, not a fault."""
+    final: tuple[int, ...] = ()
+    """Exit codes that are the end of its work, not a fault."""
     ready: Callable[[], Any] | None = None
     """For a process that does not announce: coroutine function that returns once it serves."""
 
@@ -95,7 +95,7 @@ class Child:
             ready.cancel()
             exited.cancel()
         self.last_exit = code
-        if self.spec.finishes and code == 0:
+        if code in self.spec.final:
             return
         raise StartFailed(f"{self.spec.name} ended with exit code {code}\n{self.log_tail()}")
 

@@ -34,6 +34,8 @@ from paceline.telemetry import tracing
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
+EXIT_RUN_FAILED = 3
+"""Exit code of a process whose work is at its end, and came to nothing: it is said, and a new start changes nothing."""
 WHEN_REFUSED = "PACELINE_WHEN_REFUSED"
 _CANCEL_SECONDS = 3.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -116,7 +118,7 @@ class ServiceContext:
         finally:
             await self._close()
         if self._reason:
-            log.info("%s ends: %s", self.member_id, self._reason)
+            log.log(logging.ERROR if self.exit_code else logging.INFO, "%s ends: %s", self.member_id, self._reason)
         return self.exit_code
 
     def _announce(self, address: str) -> None:
@@ -163,7 +165,10 @@ class ServiceContext:
 
 
 def run_service(service: str, start: Callable[[ServiceContext], Awaitable[None]]) -> None:
-    """Entry point of `python -m services.<service>`. Exits 2 for a wrong configuration, 1 for a failure, else 0."""
+    """Entry point of `python -m services.<service>`.
+
+    Exits 2 for a wrong configuration, 3 for a run that has failed, 1 for any other failure, else 0.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m services.{service}")
     parser.add_argument("run_file", type=Path, help="run file (TOML), or the resolved config.json of a run")
     parser.add_argument("overrides", nargs="*", help="key=value, as in trainer.optimizer.learning_rate=1e-4")
@@ -171,7 +176,7 @@ def run_service(service: str, start: Callable[[ServiceContext], Awaitable[None]]
     try:
         arguments = parser.parse_intermixed_args()
     except SystemExit as error:
-        _refused(int(error.code or 0))
+        _stay_down(int(error.code or 0))
         raise
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s"
@@ -189,13 +194,13 @@ def run_service(service: str, start: Callable[[ServiceContext], Awaitable[None]]
     except (ConfigError, InsecureListen) as error:
         print(f"{service}: {error}", file=sys.stderr)
         code = EXIT_CONFIG
-    _refused(code)
+    _stay_down(code)
     sys.exit(code)
 
 
-def _refused(code: int) -> None:
-    """Under a supervisor that starts again whatever ends, wait to be stopped: a new start would be refused alike."""
-    if code != EXIT_CONFIG or os.environ.get(WHEN_REFUSED) != "wait":
+def _stay_down(code: int) -> None:
+    """Under a supervisor that starts again whatever ends, wait to be stopped: a new start would end alike."""
+    if code not in (EXIT_CONFIG, EXIT_RUN_FAILED) or os.environ.get(WHEN_REFUSED) != "wait":
         return
     told = threading.Event()
     for number in _STOP_SIGNALS:
