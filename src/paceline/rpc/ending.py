@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
-import grpc.aio
-
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
-from paceline.rpc.following import STREAM_SECONDS
-from paceline.rpc.membership import RUN_ENDED
 from paceline.rpc.status import Activity
+from paceline.rpc.steps import StepWatch
 
 GONE_SECONDS = 10.0
 """A coordinator that is away for this long after the run has ended was taken down with it."""
@@ -27,28 +23,21 @@ async def run_is_over(stub: Any, run_id: str, activity: Activity, gone_seconds: 
     coordinator went away. A run that has finished may still be served, and a coordinator that is away during a run
     comes back, so neither alone is an end.
     """
-    run = pb.Run()
-    gone_since: float | None = None
+    watch = StepWatch(stub, run_id, activity, _NO_STEP)
+    now = asyncio.get_running_loop().time
     while True:
-        request = pb.WatchStepsRequest(run_id=run_id, start_step=_NO_STEP)
         try:
-            async for response in stub.WatchSteps(request, timeout=STREAM_SECONDS):
-                gone_since = None
-                if response.HasField("run"):
-                    run = response.run
-                    activity.set(f"the run is {_state(run)}")
-            cause = "the coordinator, to say more of the run"
-        except grpc.aio.AioRpcError as error:
-            cause = f"the coordinator: {error.code().name}"
-            if error.code() is grpc.StatusCode.UNAVAILABLE and run.state in RUN_ENDED:
-                gone_since = gone_since or time.monotonic()
-        if run.state == pb.RUN_STATE_STOPPED:
+            async with asyncio.timeout(gone_seconds if watch.ended else None) as limit:
+                async for _ in watch.until_ended():
+                    limit.reschedule(now() + gone_seconds if watch.ended else None)
+                    activity.set(f"the run is {_state(watch.run)}")
+        except TimeoutError:
+            return f"run {run_id!r} is {_state(watch.run)} and its coordinator has gone"
+        if watch.run is not None and watch.run.state == pb.RUN_STATE_STOPPED:
             return f"run {run_id!r} was taken down"
-        if gone_since is not None and time.monotonic() - gone_since >= gone_seconds:
-            return f"run {run_id!r} is {_state(run)} and its coordinator has gone"
-        with activity.waiting(cause, _PAUSE_SECONDS):
+        with activity.waiting("the coordinator, to say more of the run", _PAUSE_SECONDS):
             await asyncio.sleep(_PAUSE_SECONDS)
 
 
-def _state(run: pb.Run) -> str:
-    return pb.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+def _state(run: pb.Run | None) -> str:
+    return pb.RunState.Name(run.state).removeprefix("RUN_STATE_").lower() if run is not None else "not known yet"
