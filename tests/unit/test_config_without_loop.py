@@ -31,6 +31,10 @@ def test_a_resolved_one_can_be_read_again() -> None:
         ({"rollout": {"groups_per_step": 4}}, "rollout"),
         ({"reward": {"graders": [{"name": "exact_match"}]}}, "reward"),
         ({"trainer": {"loop": False, "loss": {"name": "ppo"}}}, "trainer.loss"),
+        ({"trainer": {"loop": False, "epochs_per_step": 2}}, "trainer.epochs_per_step"),
+        ({"trainer": {"loop": False, "critic": {}}}, "trainer.critic"),
+        ({"trainer": {"loop": False, "distillation": {}, "teachers": {"t": {"path": "t"}}}}, "trainer.distillation"),
+        ({"trainer": {"loop": False, "async_checkpoints": True}}, "trainer.async_checkpoints"),
     ],
 )
 def test_what_only_a_loop_reads_is_refused(more: dict[str, Any], key: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import redis.asyncio
 
-from paceline.config.data import RolloutConfig
+from paceline.config import load_run_file
 from paceline.ledger import Ledger
 from paceline.rpc.status import StatusBoard
 from paceline.stream import SampleStream
@@ -21,11 +22,12 @@ async def test_a_group_that_is_refused_as_stale_is_issued_again_and_never_droppe
 ) -> None:
     ledger, stream = Ledger(redis_client, "r"), SampleStream(redis_client, "r", capacity=4)
     await ledger.initialise(dataset_size=1, epochs=1)
-    config = SimpleNamespace(
-        run=SimpleNamespace(steps=1), rollout=RolloutConfig(groups_per_step=1, max_staleness=0, max_attempts=1)
+    config = load_run_file(
+        Path("examples/sort4/run.toml"),
+        ["run.steps=1", "rollout.groups_per_step=1", "rollout.max_staleness=0", "rollout.max_attempts=1"],
     )
     status = StatusBoard("trainer", "trainer-0", "i", "r")
-    parts: Any = SimpleNamespace(config=config, status=status, ledger=ledger, stream=stream, run_ended=lambda: False)
+    parts: Any = Mock(config=config, status=status, ledger=ledger, stream=stream, run_ended=lambda: False)
     loop = TrainingLoop(parts)
     loop._version = 3
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
