@@ -110,8 +110,9 @@ def pack(rows: Sequence[Row], data: Sequence[Datum], every_token: bool = False, 
     """Lay rows out; Row.members index `data`. Predicted are the tokens with a weight, or every token but the first.
 
     Below each other, padded on the right; or as a stream, one after another and without padding: those of one datum
-    first, then the shared ones, each from the widest to the narrowest.
+    first, then the shared ones, each from the widest to the narrowest. Where nothing is padded nor shared both are one.
     """
+    stream = stream and (len({row.width for row in rows}) > 1 or any(len(row.members) > 1 for row in rows))
     if stream:
         rows = sorted(rows, key=lambda row: (len(row.members) > 1, -row.width, row.members))
     widths = np.array([row.width for row in rows])

@@ -51,7 +51,8 @@ class Rows:
         widths, segments = batch.row_widths, batch.row_segments
         starts = np.concatenate([[0], np.cumsum(widths)])
         plain = np.array([item is None for item in segments])
-        by_kernel = device.type == "cuda" and dtype in _HALVES
+        # Of one width they need no kernel of their own: the usual one takes them as they lie.
+        by_kernel = device.type == "cuda" and dtype in _HALVES and len(set(widths[plain].tolist())) > 1
         # Rows are in the order of `pack`: the plain ones first, then the shared ones, wide before narrow in both.
         count = int(plain.sum()) if by_kernel else 0
         self.kernel_tokens = int(starts[count])
@@ -78,8 +79,7 @@ class Rows:
     def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        times = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        # Keys and values go in as they are: the kernel takes fewer heads of them than of queries.
         return varlen_attn(
             query.contiguous(), key.contiguous(), value.contiguous(), self.kernel_starts, self.kernel_starts,
             self.kernel_width, self.kernel_width, scale=scale, window_size=(-1, 0),
@@ -116,6 +116,8 @@ def _bucket(starts: np.ndarray, segments: list[np.ndarray | None], device: torch
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    if query.is_cuda and visible is None:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     return scaled_dot_product_attention(query, key, value, attn_mask=visible, is_causal=visible is None, scale=scale)

@@ -38,10 +38,10 @@ class Policy:
     ) -> None:
         self.path = path
         self.device = torch.device(device)
-        self._compute = dtype
         # All parameters are loaded in float32 when they are trained: the float32 masters are made from them.
         load_dtype = dtype if lora is not None or frozen or dtype == torch.float64 else torch.float32
         self.model = load_model(path, load_dtype, self.device)
+        self._compute = load_dtype
         self.vocabulary = int(self.model.config.vocab_size)
         self.hidden_size = int(self.model.config.hidden_size)
         self._short_rows_eager = self.device.type == "cpu"
@@ -65,6 +65,8 @@ class Policy:
         self._check_head()
         self.streams = self.shares_prefixes and self._takes_rows()
         """Whether micro-batches may be streams of rows; see PackedBatch.row_widths."""
+        # From here on: masters take over the parameters and leave copies in this type.
+        self._compute = dtype
 
     def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each predicted token of the batch: two [N], see token_logprobs."""
