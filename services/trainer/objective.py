@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import StrictModel, make_plugin
 from paceline.config.base import PluginTable
-from paceline.config.trainer import DistillationConfig, TrainerConfig
+from paceline.config.trainer import DistillationConfig, KlKind, TrainerConfig
 from services.trainer.corrections.base import Correction
 from services.trainer.losses.base import Loss, LossSums, TokenBatch, unmasked
 from services.trainer.penalties.distillation import distilled_advantages, topk_divergence
-from services.trainer.penalties.kl import KlKind, kl_estimate
+from services.trainer.penalties.kl import kl_estimate
 
 if TYPE_CHECKING:
     from torch import Tensor

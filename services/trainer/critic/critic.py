@@ -18,6 +18,7 @@ from services.trainer.batching import plan_micro_batches
 from services.trainer.critic.value_loss import clipped_value_loss
 from services.trainer.critic.value_model import ValueModel
 from services.trainer.datum import Datum, Group
+from services.trainer.gathering import scatter_tokens, token_zeros
 from services.trainer.model.host_swap import HostSwap
 from services.trainer.model.masters import Masters
 from services.trainer.model.state import BackgroundSave
@@ -69,14 +70,11 @@ class Critic:
     def values(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """See ValueTrainer.values."""
         self.wake()
-        result = [[np.zeros(len(datum.token_ids), np.float32) for datum in group] for group in groups]
+        result = token_zeros(groups)
         flat = [item for group in result for item in group]
         for batch, _ in self._batches(groups):
             with torch.no_grad():
-                numbers = self.model.score(batch).float().cpu().numpy()
-            for datum in np.unique(batch.datum_index):
-                chosen = batch.datum_index == datum
-                flat[datum][batch.token_index[chosen]] = numbers[chosen]
+                scatter_tokens(self.model.score(batch), batch.datum_index, batch.token_index, flat)
         return result
 
     def train(self, step: int, groups: Sequence[Group]) -> dict[str, float]:

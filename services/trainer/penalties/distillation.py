@@ -7,12 +7,13 @@ all, so it is a term of the loss and carries its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from paceline.config.trainer import Direction
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Direction = Literal["reverse", "forward"]
 _SMALLEST_TAIL = 1e-6
 """Probability that the other tokens have at least; float32 sums of probabilities are not exact to more."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from paceline.config.trainer import KlKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-KlKind = Literal["k1", "k2", "k3", "low_variance", "unbiased"]
 _LARGEST = 20.0
 _LARGEST_ESTIMATE = 10.0
 

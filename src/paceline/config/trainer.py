@@ -8,6 +8,10 @@ from pydantic import Field, model_validator
 
 from paceline.config.base import PluginTable, StrictModel
 
+KlKind = Literal["k1", "k2", "k3", "low_variance", "unbiased"]
+Direction = Literal["reverse", "forward"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+
 _AGAINST_BEHAVIOUR = ("tis", "icepop", "mis", "rejection")
 """Corrections by the ratio of the behaviour to the sampler, which is 1 when they are the same."""
 
@@ -68,7 +72,7 @@ class DistillationConfig(StrictModel):
     coefficient: float = Field(default=1.0, gt=0)
     k: int = Field(default=16, ge=1)
     """Tokens at each position in mode "topk"."""
-    direction: Literal["reverse", "forward"] = "reverse"
+    direction: Direction = "reverse"
     """KL(policy || teacher), or KL(teacher || policy), in mode "topk"."""
     tail: bool = True
     """All other tokens count as one more; false renormalizes both over the k tokens. Mode "topk"."""
@@ -130,7 +134,7 @@ class TrainerConfig(StrictModel):
     """Advantage estimator with its options."""
     loss: PluginTable = PluginTable(name="ppo")
     """Policy loss with its options."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
+    aggregation: Aggregation = "token_mean"
     """How token losses become one number."""
     aggregation_length: int | None = Field(default=None, ge=1)
     """Tokens that every sequence is divided by with aggregation "constant"."""
@@ -141,7 +145,7 @@ class TrainerConfig(StrictModel):
     """Denominator of the ratio: the sampler's log-probabilities, or the policy's before the step's first update."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL to the reference in the loss; 0 loads no reference."""
-    kl_kind: Literal["k1", "k2", "k3", "low_variance", "unbiased"] = "k3"
+    kl_kind: KlKind = "k3"
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the policy's entropy, which is taken off the loss."""
     distillation: DistillationConfig | None = None
