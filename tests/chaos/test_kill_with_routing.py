@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -20,6 +21,7 @@ from paceline.launcher.launcher import Launcher
 from paceline.ledger import Account, Ledger
 
 STEPS = 9
+HEAD: dict[str, Any] = {"head_dim": 16}
 SORT4 = Path("tests/assets/sort4")
 
 
@@ -29,9 +31,9 @@ def make_model(folder: Path) -> Path:
     words = json.loads((SORT4 / "config.json").read_text())
     config = transformers.Qwen3MoeConfig(
         vocab_size=words["vocab_size"], hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=256, num_experts=8,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, num_experts=8,
         num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[0],
-        tie_word_embeddings=True, initializer_range=0.1, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        tie_word_embeddings=True, initializer_range=0.1, bos_token_id=0, eos_token_id=0, pad_token_id=0, **HEAD,
     )  # fmt: skip
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

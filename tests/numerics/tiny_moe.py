@@ -12,6 +12,7 @@ from tiny_policies import VOCABULARY
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
+HEAD: dict[str, Any] = {"head_dim": 8}
 
 
 def save_moe(
@@ -21,10 +22,10 @@ def save_moe(
     torch.manual_seed(3)
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=False,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
         initializer_range=0.3, num_experts=experts, num_experts_per_tok=TOP_K, moe_intermediate_size=24,
         norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=list(dense_layers), bos_token_id=0, eos_token_id=1,
-        pad_token_id=0,
+        pad_token_id=0, **HEAD,
     )  # fmt: skip
     model: Any = transformers.Qwen3MoeForCausalLM(config)
     if alike is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.api.common.v1 import generation_pb2 as pb
 from paceline.config import ConfigError, load_run_file
+from paceline.launcher.evaluation import Exported, evaluation_run
 from services.engine import wire
 from services.engine.generation import Finish, Piece, Request
 from services.rollout.generation import Sequence, add_output, join_routing
@@ -94,3 +95,9 @@ def test_runs_without_engines_have_no_routing() -> None:
     for name in ("sft", "dpo"):
         with pytest.raises(ConfigError, match=r"trainer.routing_replay does not apply .* no engine records"):
             load_run_file(Path(f"examples/{name}/run.toml"), ["trainer.routing_replay=true"])
+
+
+def test_a_checkpoint_of_such_a_run_can_be_evaluated(tmp_path: Path) -> None:
+    config = load_run_file(RL, ["trainer.routing_replay=true", "engine.record_routing=true"])
+    found = evaluation_run(config, Exported(tmp_path, 3), tmp_path / "services")
+    assert not found.engine.record_routing and not found.trainer.routing_replay

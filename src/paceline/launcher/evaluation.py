@@ -58,7 +58,7 @@ def evaluation_run(config: RunFile, model: Exported, directory: Path) -> RunFile
         "data": {**data, "source": evaluations[0]["source"]},
         "rollout": {**rollout, "groups_per_step": 1, "samples_per_group": 1, "sampling": {"max_new_tokens": 1}},
         "evaluation": evaluations,
-        "engine": {**tree["engine"], "replicas": max(1, config.engine.replicas)},
+        "engine": {**tree["engine"], "replicas": max(1, config.engine.replicas), "record_routing": False},
         **{key: tree[key] for key in ("router", "reward", "weights", "telemetry")},
         "launcher": {**tree["launcher"], "redis_url": ""},
     })  # fmt: skip
