@@ -18,6 +18,7 @@ from paceline.rpc import errors
 from paceline.rpc.checks import checked_name
 from services.trainer.backends.base import TrainBackend
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
+from services.trainer.datum import InvalidDatum
 from services.trainer.decoding import decode_data, make_objective
 from services.trainer.exporting import export_run
 from services.trainer.room import with_place, with_room
@@ -49,7 +50,11 @@ class TrainerServer(pb_grpc.TrainerServiceServicer):
         self._slot.check_name(request.slot)
         backend = self._loaded()
         data = decode_data(request.data, backend.vocabulary)
-        (logprobs,) = await self._worker.run(backend.forward, [data])
+        try:
+            (logprobs,) = await self._worker.run(backend.forward, [data])
+        except InvalidDatum as error:
+            # With routing replay a datum needs a routing, which clients cannot send.
+            raise errors.InvalidArgument(str(error)) from error
         return pb.ForwardResponse(policy_logprobs=[arrays.to_wire(item) for item in logprobs])
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Any) -> Any:
