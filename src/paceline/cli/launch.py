@@ -79,12 +79,13 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
     progress: Progress | None = None
     launcher = Launcher(config, lambda text: progress.message(text) if progress else say(console, text))
     observer: Observer | None = None
-    began = time.monotonic()
+    began = time.time()
     try:
         if not await _start(launcher, console, interrupted):
+            say(console, "stopped before every service had started")
             return INTERRUPTED
         observer = Observer(launcher.addresses["coordinator-0"], config.run.name)
-        progress = Progress(console, observer.view, config.run.name, config.run.steps, lambda: links(launcher))
+        progress = Progress(console, observer.view, config.run.name, config.run.steps, lambda: links(launcher), began)
         for link in links(launcher):
             say(console, link)
         with progress:
@@ -96,7 +97,7 @@ async def run_launcher(config: RunFile, console: Console, until_done: bool, fini
             console.print("[red]the run cannot go on:[/]", escape(launcher.failure), highlight=False, soft_wrap=True)
             return EXIT_CONFIG if _refused(launcher) else 1
         await observer.poll_members()
-        await finish(launcher, observer, time.monotonic() - began)
+        await finish(launcher, observer, time.time() - began)
         return _end(console, observer.view.run)
     except StartFailed as error:
         console.print("[red]could not start:[/]", escape(str(error)), highlight=False, soft_wrap=True)

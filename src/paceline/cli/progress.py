@@ -21,15 +21,22 @@ MESSAGES_SHOWN = 4
 
 
 class Progress:
-    """Shows a RunView. `message` adds a line of news; `update` redraws; `step` reports a new record."""
+    """Shows a RunView. `message` adds a line of news; `update` redraws; `step` reports a new record.
 
-    def __init__(self, console: Console, view: RunView, name: str, total: int, links: Callable[[], list[str]]) -> None:
+    `began` is when the run was started this time, in seconds since the epoch: of earlier steps one line is printed.
+    """
+
+    def __init__(
+        self, console: Console, view: RunView, name: str, total: int, links: Callable[[], list[str]], began: float
+    ) -> None:
         self._console = console
         self._view = view
         self._name = name
         self._total = total
         self._links = links
-        self._began = time.monotonic()
+        self._began = began
+        self._earlier: pb.StepRecord | None = None
+        self._at_last_update: pb.StepRecord | None = None
         self._messages: list[str] = []
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
@@ -45,6 +52,7 @@ class Progress:
     def message(self, text: str) -> None:
         """Something happened: a start, a restart."""
         if self._live is None:
+            self._print_earlier()
             self._console.print(text, highlight=False, soft_wrap=True)
         else:
             self._messages = [*self._messages, text][-MESSAGES_SHOWN:]
@@ -52,18 +60,35 @@ class Progress:
 
     def step(self, record: pb.StepRecord) -> None:
         """A record arrived."""
-        if self._live is None:
-            self._console.print(_line(record, self._total), highlight=False, soft_wrap=True)
+        if self._live is not None:
+            return
+        if record.time.seconds < int(self._began):
+            if record.kind == pb.RECORD_KIND_TRAIN:
+                self._earlier = record
+            return
+        self._print_earlier()
+        self._console.print(_line(record, self._total), highlight=False, soft_wrap=True)
+
+    def _print_earlier(self) -> None:
+        if self._earlier is not None:
+            text = f"trained before, the newest: {_line(self._earlier, self._total)}"
+            self._console.print(text, highlight=False, soft_wrap=True)
+            self._earlier = None
 
     def update(self) -> None:
         if self._live is not None:
             self._live.update(self._render())
+            return
+        if self._earlier is self._at_last_update:
+            # No earlier record came since: that was the last of them.
+            self._print_earlier()
+        self._at_last_update = self._earlier
 
     def _render(self) -> RenderableType:
         view, newest = self._view, self._view.newest()
         step = newest.step if newest is not None else 0
         head = Table.grid(padding=(0, 1))
-        elapsed = time.monotonic() - self._began
+        elapsed = time.time() - self._began
         head.add_row(
             Text(self._name, style="bold"),
             ProgressBar(total=self._total, completed=step, width=30),

@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         if exported.exists():
             say(console, f"exported model: {shown(exported)}")
         say(console, f"figures: {shown(path)}")
+        if figures["state"] == "failed":
+            return
         if is_generated(config):
             again = shown(config.directory / "config.json")
             say(console, f"talk to the model: paceline up {again}, then any OpenAI client")

@@ -87,21 +87,21 @@ def show(console: Console, summary: dict[str, Any], view: RunView) -> None:
     table = Table(title="Result", title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
-    first, last = _figure(summary["reward_first"], ".2f"), _figure(summary["reward_last"], ".2f")
-    reward = f"{first} (first {FIRST_STEPS} steps) to [bold]{last}[/] (last {LAST_STEPS} steps)"
+    reward = _course(summary, "reward", ".2f", len(view.values(names.REWARD_MEAN)))
     if summary["reward_first"] is None:
         missing = sum(view.values(names.REWARD_MISSING))
         reward = f"[red]none: {missing:,.0f} trajectories, each without one[/]" if missing else "none"
     if view.values(names.REWARD_MISSING):
         table.add_row("reward", reward)
     else:
-        _add_losses(table, summary)
+        _add_losses(table, summary, len(view.values(names.LOSS)))
     for (name, step), record in sorted(view.evaluations.items()):
         table.add_row(f"evaluation {name}, step {step}", _figure(record.values.get(names.REWARD_MEAN), ".2f"))
     table.add_row("steps", f"{summary['steps']} in {summary['seconds']:.0f} s, the start of the services included")
     if generated := summary["generated_tokens_per_second"]:
         table.add_row("generation", f"{generated:.0f} tokens/s of engine time")
-    table.add_row("training", f"{_figure(summary['train_tokens_per_second'], '.0f')} trained tokens/s of trainer time")
+    if (trained := summary["train_tokens_per_second"]) is not None:
+        table.add_row("training", f"{trained:.0f} trained tokens/s of trainer time")
     phases = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["seconds_by_phase"].items())
     table.add_row("trainer's time", phases)
     gap = ", ".join(
@@ -123,9 +123,20 @@ def show(console: Console, summary: dict[str, Any], view: RunView) -> None:
     console.print(table)
 
 
-def _add_losses(table: Table, summary: dict[str, Any]) -> None:
+def _course(summary: dict[str, Any], key: str, form: str, num_steps: int) -> str:
+    """From the first steps to the last; a run with fewer steps than that has fewer to average."""
+    early, late = _steps("first", FIRST_STEPS, num_steps), _steps("last", LAST_STEPS, num_steps)
+    first, last = _figure(summary[f"{key}_first"], form), _figure(summary[f"{key}_last"], form)
+    return f"{first} ({early}) to [bold]{last}[/] ({late})"
+
+
+def _steps(which: str, most: int, num_steps: int) -> str:
+    number = min(most, num_steps)
+    return f"{which} step" if number == 1 else f"{which} {number} steps"
+
+
+def _add_losses(table: Table, summary: dict[str, Any], num_steps: int) -> None:
     """What a run of labelled examples or preferences came to."""
-    first, last = _figure(summary["loss_first"], ".4f"), _figure(summary["loss_last"], ".4f")
-    table.add_row("loss", f"{first} (first {FIRST_STEPS} steps) to [bold]{last}[/] (last {LAST_STEPS} steps)")
-    if summary["preference_accuracy_last"] is not None:
-        table.add_row("preferences", f"{summary['preference_accuracy_last']:.2f} rated right (last {LAST_STEPS} steps)")
+    table.add_row("loss", _course(summary, "loss", ".4f", num_steps))
+    if (accuracy := summary["preference_accuracy_last"]) is not None:
+        table.add_row("preferences", f"{accuracy:.2f} rated right ({_steps('last', LAST_STEPS, num_steps)})")
