@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import redis
 import redis.asyncio
@@ -19,6 +20,11 @@ from paceline.telemetry import tracing
 
 for _name, _value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "PASSIVE"), ("TOKENIZERS_PARALLELISM", "false")):
     os.environ.setdefault(_name, _value)
+
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def valkey_binary() -> Path:

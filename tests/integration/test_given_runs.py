@@ -52,7 +52,7 @@ def labelled_run(directory: Path, data: Path) -> list[str]:
 
 
 async def disturbed(overrides: list[str], victims: list[str]) -> Launcher:
-    """Run to the end, killing one victim after each recorded step."""
+    """Run to the end, killing one victim after each recorded step. Training stands still until it is back."""
     config = load_run_file(Path("examples/sft/run.toml"), overrides)
     news: asyncio.Queue[str] = asyncio.Queue()
     launcher = Launcher(config, news.put_nowait)
@@ -62,11 +62,14 @@ async def disturbed(overrides: list[str], victims: list[str]) -> Launcher:
         async for record in observer.follow_steps():
             if record.step > highest and victims:
                 highest, victim = record.step, victims.pop(0)
-                pid = launcher.children[victim].pid
-                assert pid is not None
+                trainer, pid = launcher.children["trainer-0"].pid, launcher.children[victim].pid
+                assert trainer is not None and pid is not None
+                os.kill(trainer, signal.SIGSTOP)
                 os.kill(pid, signal.SIGKILL)
                 while await news.get() != f"{victim} is back":
                     pass
+                if pid != trainer:
+                    os.kill(trainer, signal.SIGCONT)
 
     try:
         await launcher.start()

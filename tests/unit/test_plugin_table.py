@@ -52,11 +52,13 @@ def test_functions_are_checked_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, options: dict[str, Any], fault: str
 ) -> None:
     (tmp_path / "functions_here.py").write_text(FUNCTIONS)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "dcba=", "label": "abcd"}\n')
     monkeypatch.syspath_prepend(tmp_path)
     raw: dict[str, Any] = {
-        "run": {"name": "x"},
+        "run": {"name": "x", "steps": 1},
         "model": {"path": "tests/assets/sort4"},
-        "data": {"source": {"name": "jsonl", "path": "p.jsonl"}},
+        "data": {"source": {"name": "jsonl", "path": str(tmp_path / "p.jsonl")}},
+        "rollout": {"groups_per_step": 1},
         "reward": {"graders": [{"name": "exact_match"}]},
         "trainer": {},
     }

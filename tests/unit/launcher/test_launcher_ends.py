@@ -108,7 +108,7 @@ def test_doctor_reports_what_a_killed_run_left(
     memory = tmp_path / "memory"
     held = publish(memory, tmp_path / "run")
     monkeypatch.setattr(shm, "MEMORY", memory)
-    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("COLUMNS", "1000")
     doctor_command.run(argparse.Namespace())
     assert str(held.root) not in capsys.readouterr().out
     held.release()
