@@ -164,26 +164,32 @@ class Follower:
     async def _poll(self, item: FollowedMember) -> None:
         channel = self._channel(item.member.address)
         try:
-            item.status = await status_grpc.StatusServiceStub(channel).GetStatus(
-                status_pb.GetStatusRequest(), timeout=STATUS_SECONDS
-            )
             if item.member.service == "engine":
+                # First: it brings the gauges of the status up to date.
                 item.load = await engine_grpc.EngineServiceStub(channel).GetLoad(
                     engine_pb.GetLoadRequest(), timeout=STATUS_SECONDS
                 )
                 item.last_version = item.load.weight_version
+            item.status = await status_grpc.StatusServiceStub(channel).GetStatus(
+                status_pb.GetStatusRequest(), timeout=STATUS_SECONDS
+            )
+            item.look_at_busy(time.monotonic())
             item.source.reached()
         except grpc.aio.AioRpcError as error:
             item.load = None
             item.source.failed(errors.last_cause(error))
 
     async def _sample(self, live: list[FollowedMember]) -> None:
-        ranks = [item.load.ranks for item in live if item.member.service == "engine" and item.load is not None]
+        engines = [item for item in live if item.member.service == "engine" and item.load is not None]
+        ranks = [item.load.ranks for item in engines if item.load is not None]
         if not ranks:
             return
         running = [sum(rank.num_running for rank in each) for each in ranks]
         waiting = [sum(rank.num_waiting for rank in each) for each in ranks]
-        busy = sum(1 for some, more in zip(running, waiting, strict=True) if some + more)
+        busy = sum(
+            float(some + more > 0) if item.busy_share is None else item.busy_share
+            for item, some, more in zip(engines, running, waiting, strict=True)
+        )
         rate = sum(rank.tokens_per_second for each in ranks for rank in each)
         await self._save(
             self._store.put_sample(FleetSample(time.time(), len(ranks), busy, sum(running), sum(waiting), rate))

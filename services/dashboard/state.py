@@ -48,6 +48,21 @@ class FollowedMember:
     gone_since: float | None = None
     """When it left the membership; None while it is in it."""
 
+    busy_share: float | None = None
+    """Of the time between the last two looks, the part that an engine decoded; None where it does not say."""
+    _busy_seen: tuple[float, float] | None = None
+
+    def look_at_busy(self, now: float) -> None:
+        """Take the engine's counter of busy seconds. `now` is monotonic seconds."""
+        if self.status is None or "busy_seconds_total" not in self.status.gauges:
+            self.busy_share = self._busy_seen = None
+            return
+        busy = self.status.gauges["busy_seconds_total"]
+        if self._busy_seen is not None and now > self._busy_seen[0]:
+            share = (busy - self._busy_seen[1]) / (now - self._busy_seen[0])
+            self.busy_share = min(1.0, max(0.0, share))
+        self._busy_seen = (now, busy)
+
     @property
     def shown_state(self) -> str:
         """The newer of the two words for its state."""

@@ -48,11 +48,12 @@ class StepRow:
 
 @dataclass(frozen=True)
 class FleetSample:
-    """What all engines together did at one instant."""
+    """What all engines together did since the sample before."""
 
     time: float
     engines: int
-    busy: int
+    busy: float
+    """Engines times the part of the time that they decoded."""
     running: int
     waiting: int
     tokens_per_second: float

@@ -94,7 +94,9 @@ class GenerationClient:
         """Whether an engine can take a request with this gate now. False also when the router does not answer."""
         try:
             response = await self._stub.ListEngines(router_pb.ListEnginesRequest(), timeout=ABORT_SECONDS)
-        except grpc.aio.AioRpcError:
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise
             return False
         return any(not engine.excluded_reason and admits(gate, engine.weight_version) for engine in response.engines)
 

@@ -7,10 +7,9 @@ import json
 import shutil
 from pathlib import Path
 
+from paceline.files import EXPORT_MARKER
 from services.trainer.backends.base import TrainBackend
 from services.trainer.disk import Disk
-
-MARKER = "paceline-export.json"
 
 
 def export_run(backend: TrainBackend, target: Path, step: int, weight_version: int, disk: Disk | None = None) -> Path:
@@ -30,7 +29,7 @@ def export_run(backend: TrainBackend, target: Path, step: int, weight_version: i
         files.append({"name": path.name, "num_bytes": path.stat().st_size, "sha256": digest})
         disk.sync_file(path)
     marker = {"complete": True, "step": step, "weight_version": weight_version, "files": files}
-    disk.write(stage / MARKER, json.dumps(marker, indent=1).encode())
+    disk.write(stage / EXPORT_MARKER, json.dumps(marker, indent=1).encode())
     disk.sync_directory(stage)
     if target.exists():
         disk.remove(target)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+EXPORT_MARKER = "paceline-export.json"
+"""In an exported model's folder: a folder without it is not whole."""
+
 
 def replace(path: Path, text: str) -> None:
     """Give a file new content, whole or not at all: flushed beside it, then renamed over it."""

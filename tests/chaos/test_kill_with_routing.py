@@ -93,6 +93,7 @@ async def complete(config: RunFile) -> tuple[Account, dict[int, dict[str, float]
         await launcher.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_routing_replay_through_all_services_with_rollout_killed(tmp_path: Path) -> None:
     config = configuration(tmp_path / "run", make_model(tmp_path / "model"))

@@ -152,6 +152,7 @@ def test_killed_trainer_and_rollout_change_nothing(calm: tuple[Path, Path, str],
     assert "balances" in paceline("audit", str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_checkpoint_is_evaluated_on_engines_of_its_own(tmp_path: Path) -> None:
     """The example as it stands, and then the evaluator of runs by reward on what it learned."""
@@ -180,6 +181,7 @@ def test_preferences_are_learned_without_engines(tmp_path: Path) -> None:
     assert "accuracy" in output and "rated right" in output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_recorded_groups_train_the_same_policy_without_engines(tmp_path: Path) -> None:
     """What a run by reward dumped gives the same weights, bit for bit, when it is trained on again."""

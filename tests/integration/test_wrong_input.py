@@ -25,7 +25,7 @@ def paceline(*words: str) -> tuple[int, str]:
         ("reward.graders.0.ignore_cas=true", "unknown key 'reward.graders.0.ignore_cas'; did you mean 'ignore_case'?"),
         ("trainer.loss.clip_hih=0.3", "did you mean 'clip_high'?"),
         ("trainer.estimator.name=gpro", "did you mean 'grpo'?"),
-        ("model.path=models/none", "must be a Hugging Face model folder"),
+        ("model.path=models/none", "is no folder; a relative path starts from where the command runs"),
         ("reward.graders.0.name=nowhere:score", "no module 'nowhere'"),
         ("data.source.pth=x", "unknown key 'data.source.pth'; did you mean 'path'?"),
     ],

@@ -125,3 +125,18 @@ def test_missing_file_and_broken_toml_say_so(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[run\n")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_run_file(tmp_path / "bad.toml")
+
+
+def test_where_a_run_is_kept_and_watched_does_not_make_it_another() -> None:
+    place = ["run.directory=elsewhere", "gateway.listen=127.0.0.1:8000", "dashboard.enabled=false"]
+    assert load_overridden(*place).digest() == parse(raw()).digest()
+    other = load_overridden("run.steps=7", "trainer.optimizer.learning_rate=0.1")
+    assert other.digest() != parse(raw()).digest()
+    before, now = parse(raw()).identity(), other.identity()
+    assert [key for key in now if before[key] != now[key]] == ["run.steps", "trainer.optimizer.learning_rate"]
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:http", ":80", "127.0.0.1:70000"])
+def test_an_address_to_listen_on_is_host_and_port(listen: str) -> None:
+    with pytest.raises(ConfigError, match=rf"gateway.listen: '{listen}' is not host:port"):
+        load_overridden(f"gateway.listen={listen!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import sys
@@ -25,6 +24,8 @@ from services.trainer.ranks.start import Ranks, Seat, end_by_deadline, join, ran
 from services.trainer.ranks.together import together
 from services.trainer.ranks.world import World
 from services.trainer.worker import Worker
+
+log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 3.0
 
@@ -63,9 +64,11 @@ class LedRanks:
     async def _stop(self) -> None:
         """Let idle ranks end by themselves, and end the others."""
         if self._leader is not None and not self._ranks.one_died:
-            with contextlib.suppress(TimeoutError, RuntimeError):
+            try:
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self._worker.run(self._leader.stop)
+            except (TimeoutError, RuntimeError) as error:
+                log.warning("the other ranks were not told to end, and are ended by signals: %s", error or "no time")
         await self._ranks.stop()
 
 

@@ -119,6 +119,7 @@ class Ranks:
     async def stop(self) -> None:
         """End what still runs, politely first."""
         self._stopping = True
+        # Signal 0 does nothing: the first round only waits for ranks that were told to end.
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             running = [item for item in self._processes.values() if item.returncode is None]
             if not running:

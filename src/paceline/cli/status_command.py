@@ -15,6 +15,7 @@ from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
 from paceline.cli.audit_command import show_account
 from paceline.cli.observe import Observer, RunView
 from paceline.cli.runs import KnownRun, add_run_argument, find_run
+from paceline.rpc.following import STREAM_ENDED
 
 _BACKGROUND = ("membership", "leases", "version watch")
 """Parts that only keep a process in touch; they are told when they wait."""
@@ -112,7 +113,8 @@ def _age(seconds: float) -> str:
 def _told(status: status_pb2.GetStatusResponse, everything: bool) -> list[status_pb2.Activity]:
     """Every wait; without one, what the process turned to last."""
     parts = list(status.activities)
-    waits = [item for item in parts if item.waiting_for]
+    # A watch on a run that is over has nothing to hear: that is no wait.
+    waits = [item for item in parts if item.waiting_for and not item.waiting_for.endswith(STREAM_ENDED)]
     if everything or waits:
         return parts if everything else waits
     busy = [

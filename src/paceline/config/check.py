@@ -29,18 +29,21 @@ def check(config: RunFile, data: bool = True) -> None:
             faults += str(error).splitlines()
     if not faults:
         faults += _critic_faults(config)
-    folder = Path(config.model.path)
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).exists():
-            faults.append(
-                f"model.path = {config.model.path!r} has no {name}; it must be a Hugging Face model folder "
-                "(`make quickstart` fetches SmolLM2 into models/)"
-            )
-            break
+    faults += _model_faults(config.model.path)
     if data and config.trainer.loop and not faults:
         check_data(config)
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def _model_faults(path: str) -> list[str]:
+    if not Path(path).is_dir():
+        return [
+            f"model.path = {path!r} is no folder; a relative path starts from where the command runs "
+            "(`make quickstart` fetches SmolLM2 into models/)"
+        ]
+    missing = [name for name in ("config.json", "tokenizer.json") if not (Path(path) / name).exists()]
+    return [f"model.path = {path!r} has no {missing[0]}; it must be a Hugging Face model folder"] if missing else []
 
 
 def plugin_tables(config: RunFile) -> list[tuple[str, PluginTable, str]]:

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,9 @@ class RunConfig(StrictModel):
         return check_name(value, "run.name")
 
 
+_ABOUT_THE_PLACE: Any = {"run": {"directory"}, "gateway": True, "dashboard": True, "telemetry": True, "launcher": True}
+
+
 class RunFile(StrictModel):
     """Everything a run needs to know; each service takes its own section."""
 
@@ -81,9 +84,14 @@ class RunFile(StrictModel):
         """The run's folder, absolute."""
         return Path(self.run.directory or f"runs/{self.run.name}").absolute()
 
+    def identity(self) -> dict[str, Any]:
+        """What makes it this run: all but where it is kept, listened to, watched and supervised. By dotted key."""
+        tree = self.model_dump(mode="json", exclude=_ABOUT_THE_PLACE)
+        return dict(_leaves(tree))
+
     def digest(self) -> str:
         """SHA-256 of what is to be run; equal for equal content whatever the order of the file."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
     @model_validator(mode="before")
     @classmethod
@@ -139,6 +147,14 @@ class RunFile(StrictModel):
                 "rollout.sampling.top_p < 1 or top_k > 0 is refused for training: the trainer's softmax is over the "
                 "whole vocabulary, so log-probabilities would not match the sampler's; use them in [[evaluation]]"
             )
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def load_run_file(path: Path, overrides: Sequence[str] = ()) -> RunFile:

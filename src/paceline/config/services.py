@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from paceline.config.base import PluginTable, StrictModel
 
@@ -79,11 +79,21 @@ class WeightsConfig(StrictModel):
     """Published versions that are kept on the transport."""
 
 
+def _host_and_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not host:port, as in 127.0.0.1:8000; port 0 chooses a free one")
+    return value
+
+
+Listen = Annotated[str, AfterValidator(_host_and_port)]
+
+
 class GatewayConfig(StrictModel):
     """The HTTP edge."""
 
     enabled: bool = True
-    listen: str = "127.0.0.1:0"
+    listen: Listen = "127.0.0.1:0"
     """host:port of the HTTP server; port 0 chooses."""
     model_name: str = "policy"
     """Name under which clients ask for the model in training."""
@@ -94,7 +104,7 @@ class DashboardConfig(StrictModel):
     """The page and the OTLP receiver."""
 
     enabled: bool = True
-    listen: str = "127.0.0.1:0"
+    listen: Listen = "127.0.0.1:0"
     """host:port of the web page; port 0 chooses."""
 
 

@@ -23,13 +23,15 @@ from paceline.api.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from paceline.api.weights.v1 import weights_pb2
 from paceline.config import ConfigError, RunFile, make_plugin, parse
 from paceline.config.kinds import EVALUATING
+from paceline.files import EXPORT_MARKER
 from paceline.ids import new_id
 from paceline.launcher.launcher import Launcher
 from paceline.rpc.client import open_channel
 from paceline.weights.manifest import Manifest
 
 CALL_SECONDS = 10.0
-MARKER = "paceline-export.json"
+EXPORT_SECONDS = 1800.0
+"""Longest that the export of a checkpoint may take."""
 Notify = Callable[[str], None]
 
 
@@ -72,10 +74,18 @@ async def export_checkpoint(config: RunFile, step: int, directory: Path) -> Expo
     process = await asyncio.create_subprocess_exec(
         *command, "--step", str(step), env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    output, _ = await process.communicate()
+    try:
+        async with asyncio.timeout(EXPORT_SECONDS):
+            output, _ = await process.communicate()
+    except TimeoutError as error:
+        raise ConfigError(f"the export into {directory} took longer than {EXPORT_SECONDS:g} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode != 0:
         raise ConfigError(output.decode(errors="replace").strip() or f"export ended with {process.returncode}")
-    return Exported(directory, int(json.loads((directory / MARKER).read_text())["step"]))
+    return Exported(directory, int(json.loads((directory / EXPORT_MARKER).read_text())["step"]))
 
 
 @asynccontextmanager

@@ -91,16 +91,20 @@ class Launcher:
         if not earlier.exists():
             return
         try:
-            digest = load_run_file(earlier).digest()
+            before = load_run_file(earlier).identity()
         except ConfigError as error:
             raise ConfigError(
                 f"{self.directory} holds a run that this version cannot read ({error}); choose another run.name, or "
                 "pass --fresh to set the earlier run aside"
             ) from error
-        if digest != self.config.digest():
+        now = self.config.identity()
+        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if changed:
+            listed = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed[:5])
+            more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise ConfigError(
-                f"{self.directory} holds a run with another configuration; choose another run.name, put the file back "
-                "as it was to go on with that run, or pass --fresh to set the earlier run aside"
+                f"{self.directory} holds a run with another configuration ({listed}{more}); choose another run.name, "
+                "put these back to go on with that run, or pass --fresh to set the earlier run aside"
             )
 
     async def _create_run(self) -> None:

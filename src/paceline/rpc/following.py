@@ -22,6 +22,8 @@ SILENCE_SECONDS = 30.0
 STREAM_ENDED = "the stream ended"
 """End of the cause of a wait after an orderly end, as that of a watch on a run which is over."""
 _PAUSE_SECONDS = (0.1, 2.0)
+_ENDED_SECONDS = 10.0
+"""Pause after an orderly end: there is nothing to hear until the run is opened again."""
 _FATAL = (
     grpc.StatusCode.OUT_OF_RANGE,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -53,7 +55,7 @@ async def follow(
         except StopAsyncIteration:
             if complete():
                 return
-            pause = max(pause, 1.0)
+            pause = _ENDED_SECONDS
         except TimeoutError:
             cause = f"{source}: silent for {SILENCE_SECONDS:g} s"
             log.warning(cause)
