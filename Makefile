@@ -39,11 +39,11 @@ endif
 
 test: setup  ## The suites that must always pass (under 12 minutes on two cores)
 	scripts/install_browser.sh
-	pytest tests -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	pytest tests -m 'not slow' -n 2 --dist loadfile $(ARGS)
 
 test-all: setup  ## Everything, slow suites included
 	scripts/install_browser.sh
-	pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	pytest tests -n 2 --dist loadfile $(ARGS)
 
 lint: setup  ## Style, types, imports, sizes, protos, generated code
 	ruff check .

