@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from paceline.config import ConfigError
 from paceline.config.trainer import ParallelConfig
-from services.trainer.ranks.world import World
+from services.trainer.ranks.world import World, group_kind
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def _axis(group: Any) -> Axis:
 def _join_alone(world: World) -> None:
     """megatron-core needs process groups even of one rank."""
     if not dist.is_initialized():
-        kind = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         if world.device.index is not None:
             torch.cuda.set_device(world.device)
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(kind, store=store, rank=0, world_size=1)
+        dist.init_process_group(group_kind(world.device), store=store, rank=0, world_size=1)

@@ -39,6 +39,7 @@ class LedRanks:
         seat = Seat.from_environment(os.environ, self._config.trainer.parallel.ranks)
         self._ranks = Ranks(seat, self._config.trainer.device)
         self._leader: Leader | None = None
+        self._world: World | None = None
         if seat.size > 1:
             context.spawn("ranks", self._ranks.watch())
             context.on_stop(self._stop)
@@ -53,7 +54,7 @@ class LedRanks:
         return await self._worker.run(self._load)
 
     def _load(self) -> TrainBackend:
-        world = self._ranks.join()
+        world = self._world = self._ranks.join()
         backend = make_backend(self._config, world)
         if world.size == 1:
             return backend
@@ -61,12 +62,16 @@ class LedRanks:
         # A cast, as it is not built from a path as backends are.
         return cast(TrainBackend, self._leader)
 
+    def _dismiss(self, leader: Leader, world: World) -> None:
+        leader.stop()
+        world.leave()
+
     async def _stop(self) -> None:
         """Let idle ranks end by themselves, and end the others."""
-        if self._leader is not None and not self._ranks.one_died:
+        if self._leader is not None and self._world is not None and not self._ranks.one_died:
             try:
                 async with asyncio.timeout(_STOP_SECONDS):
-                    await self._worker.run(self._leader.stop)
+                    await self._worker.run(self._dismiss, self._leader, self._world)
             except (TimeoutError, RuntimeError) as error:
                 log.warning("the other ranks were not told to end, and are ended by signals: %s", error or "no time")
         await self._ranks.stop()
@@ -97,6 +102,7 @@ def run_rank() -> None:
     try:
         world = join(seat, config.trainer.device)
         follow(make_backend(config, world), world)
+        world.leave()
     finally:
         # Threads of the process group may wait for ranks that are gone.
         end_by_deadline()

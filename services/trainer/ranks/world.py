@@ -20,6 +20,11 @@ COMPUTE_TIMEOUT = timedelta(minutes=15)
 """Longest that one rank may be behind another inside a pass."""
 
 
+def group_kind(device: torch.device) -> str:
+    """Gloo for the host, and NCCL beside it for GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 @dataclass(frozen=True)
 class World:
     """`control` is a gloo group over all ranks for commands and numbers on the host; None for one rank."""
@@ -42,8 +47,7 @@ class World:
         if place.type == "cuda":
             place = torch.device("cuda", local_rank)
             torch.cuda.set_device(place)
-        kind = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-        dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=COMPUTE_TIMEOUT)
+        dist.init_process_group(group_kind(place), store=store, rank=rank, world_size=size, timeout=COMPUTE_TIMEOUT)
         return cls(rank, size, local_rank, place, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
 
     def broadcast(self, data: bytes | None) -> bytes:
@@ -90,6 +94,11 @@ class World:
         for part in parts:
             part[...] = flat[start : start + part.size].numpy().reshape(part.shape)
             start += part.size
+
+    def leave(self) -> None:
+        """End the process groups. Left to the end of the interpreter, their threads may abort the process."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

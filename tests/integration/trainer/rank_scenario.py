@@ -46,6 +46,7 @@ def main(name: str) -> None:
     if seat.rank > 0:
         world = join(seat, "cpu")
         follow(cast(TrainBackend, Scripted(world)), world)
+        world.leave()
         return
     asyncio.run(lead(seat, name))
 
@@ -61,6 +62,7 @@ async def lead(seat: Seat, name: str) -> None:
         for what in ("all-refused", "rank1-full", "rank2-refused", "rank0-full", "none-full"):
             print(what, "->", await asyncio.to_thread(told, leader, what), flush=True)
         await asyncio.to_thread(leader.stop)
+        world.leave()
         await ranks.stop()
         return
     if name == "fault":
