@@ -143,7 +143,6 @@ def test_sampled_distillation_brings_the_policy_to_its_teacher(tiny_model: Path,
 
     def next_token() -> Tensor:
         with torch.no_grad():
-            backend.policy.model.set_attn_implementation("sdpa")
             return backend.policy.model(input_ids=prompt).logits[0, -1].double().log_softmax(-1)
 
     def divergence() -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from services.trainer.packing import PackedBatch, visible_of
 
@@ -136,10 +137,17 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | No
 
 @torch.compiler.disable
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, rows: Rows,
-    scaling: float | None = None, dropout: float = 0.0, **ignored: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, rows: Rows | None = None,
+    scaling: float | None = None, dropout: float = 0.0, **named: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls: query [1, heads, T, D] -> [1, T, heads, D]."""
+    """What transformers calls: query [1, heads, T, D] -> [1, T, heads, D].
+
+    Without rows somebody else calls the model between our passes: its batch is attended as transformers does.
+    """
+    if rows is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **named
+        )  # fmt: skip
     found = rows.attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling)
     return found.unsqueeze(0), None
 
