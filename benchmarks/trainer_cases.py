@@ -18,6 +18,8 @@ from services.trainer.backends.torch import TorchBackend
 from services.trainer.datum import Datum
 from services.trainer.objective import Objective
 
+PEAK = {"NVIDIA H200": 989.4e12}
+"""Dense bfloat16 operations a second by the data sheet, 989.4 TFLOP/s: the rate of the floor."""
 SEED = 0
 LEARNING_RATE = 1e-5
 
@@ -97,17 +99,6 @@ def data_of(tokens: Sequence[np.ndarray], group_all: bool) -> list[list[Datum]]:
         zeros = np.zeros(len(ids), np.float32)
         data.append(Datum(ids, weights, weights.copy(), zeros, name=f"sequence {number}"))
     return [data] if group_all else [[datum] for datum in data]
-
-
-@dataclass
-class Timing:
-    """One side of a comparison."""
-
-    seconds: float
-    """Median of a whole step: forward, backward, clip, optimizer."""
-    peak_bytes: int
-    loss: float
-    """Mean token loss of the first step, for a check that both sides do the same."""
 
 
 Step = Callable[[], float]

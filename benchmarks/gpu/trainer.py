@@ -24,14 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.profiler
 from provenance import ROOT, commit
-from trainer_cases import SIZES, Size, mixed_lengths, ours, plain, sequences, synchronize, timed
+from trainer_cases import PEAK, SIZES, Size, mixed_lengths, ours, plain, sequences, synchronize, timed
 from transformers import AutoModelForCausalLM
 
 from services.trainer.model.layers import compile_layers
 
 SIDES = ("paceline", "paceline, compiled", "transformers", "transformers, compiled")
-PEAK = {"NVIDIA H200": 989.4e12}
-"""Dense bfloat16 operations a second by the data sheet, 989.4 TFLOP/s: the floor's rate."""
 
 
 def measure(size: Size, path: Path, lengths: list[int], arguments: argparse.Namespace) -> dict[str, Any]:

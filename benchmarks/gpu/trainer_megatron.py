@@ -27,14 +27,11 @@ import parity  # type: ignore[import-not-found]
 import torch
 import transformers
 from provenance import ROOT, commit
-from trainer_cases import LEARNING_RATE, SEED, SIZES, Size, Step, data_of, mixed_lengths, sequences, timed
+from trainer_cases import LEARNING_RATE, PEAK, SEED, SIZES, Size, Step, data_of, mixed_lengths, sequences, timed
 
 from paceline.config.trainer import TrainerConfig
 from paceline.plugins import registry
 from services.trainer.objective import Objective
-
-PEAK = {"NVIDIA H200": 989.4e12}
-"""Dense bfloat16 operations a second by the data sheet."""
 
 
 def smoke(scratch: Path, device: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import torch
 import transformers
 from parity import Layout  # type: ignore[import-not-found]
 from provenance import ROOT, commit
-from trainer_cases import SEED, SIZES, data_of, sequences
+from trainer_cases import PEAK, SEED, SIZES, data_of, sequences
 
 from paceline.config.trainer import TrainerConfig
 from paceline.plugins import registry
@@ -59,8 +59,6 @@ SPEED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "megatron tp2 sp": ("megatron", 2, {"parallel": {**PAIR, "tensor": 2, "sequence_parallel": True}}),
     "megatron dp2": ("megatron", 2, {"parallel": PAIR}),
 }
-PEAK = 989.4e12
-"""Dense bfloat16 operations a second of one H200 by its data sheet."""
 
 
 def agree(scratch: Path) -> dict[str, Any]:
@@ -151,7 +149,8 @@ def rank_of(arguments: argparse.Namespace) -> None:
         step = statistics.median(seconds[1:])
         result = {
             "seconds": step, "tokens_per_second": sum(lengths) / step, "losses": losses,
-            "mfu": size.flops(lengths) / step / PEAK / ranks, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "mfu": size.flops(lengths) / step / PEAK["NVIDIA H200"] / ranks,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         }  # fmt: skip
         (Path(arguments.folder) / "result.json").write_text(json.dumps(result))
 

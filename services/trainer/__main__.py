@@ -23,8 +23,9 @@ from services.trainer.estimation.estimate import check_estimator
 from services.trainer.objective import Objective
 from services.trainer.ranks.process import LedRanks, run_rank
 from services.trainer.run.control import Control
-from services.trainer.run.loop import Parts, TrainingLoop
+from services.trainer.run.loop import TrainingLoop
 from services.trainer.run.metrics import MetricsFile
+from services.trainer.run.parts import Parts
 from services.trainer.run.primitives import Primitives
 from services.trainer.run.publication import Publisher
 from services.trainer.server import TrainerServer

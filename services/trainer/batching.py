@@ -16,35 +16,28 @@ def plan_micro_batches(shapes: Sequence[tuple[int, int]], budget: int) -> list[l
     First-fit decreasing by width: a micro-batch of several groups has at most `budget` tokens (all rows padded to the
     widest), a group over the budget goes alone, every group is in exactly one. Ties keep the order of the input.
     """
-    order = sorted(range(len(shapes)), key=lambda index: (-shapes[index][1], index))
-    bins: list[list[int]] = []
-    rows: list[int] = []
-    for index in order:
-        count, _ = shapes[index]
-        for number, members in enumerate(bins):
-            if (rows[number] + count) * shapes[members[0]][1] <= budget:
-                members.append(index)
-                rows[number] += count
-                break
-        else:
-            bins.append([index])
-            rows.append(count)
-    return [sorted(members) for members in bins]
+    widths = [width for _, width in shapes]
+    return _first_fit([rows for rows, _ in shapes], widths, widths, budget)
 
 
 def plan_streams(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """As plan_micro_batches for rows without padding: `sizes` are the tokens of each group, which simply add up."""
+    return _first_fit(sizes, [1] * len(sizes), sizes, budget)
+
+
+def _first_fit(amounts: Sequence[int], widths: Sequence[int], keys: Sequence[int], budget: int) -> list[list[int]]:
+    """Bins whose amounts, added up and times the width of the first member, keep to the budget. Large `keys` first."""
     bins: list[list[int]] = []
-    tokens: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+    totals: list[int] = []
+    for index in sorted(range(len(keys)), key=lambda item: (-keys[item], item)):
         for number, members in enumerate(bins):
-            if tokens[number] + sizes[index] <= budget:
+            if (totals[number] + amounts[index]) * widths[members[0]] <= budget:
                 members.append(index)
-                tokens[number] += sizes[index]
+                totals[number] += amounts[index]
                 break
         else:
             bins.append([index])
-            tokens.append(sizes[index])
+            totals.append(amounts[index])
     return [sorted(members) for members in bins]
 
 

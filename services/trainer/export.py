@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from paceline.config import ConfigError, load_run_file
-from paceline.config.trainer import ParallelConfig
+from paceline.config.trainer import TrainerConfig
 from paceline.plugins import registry
 from paceline.rpc.errors import NotFound, PacelineError
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, step_name
@@ -41,8 +41,9 @@ def export(config_path: Path, out: Path, step: int) -> Checkpoint:
     config = load_run_file(config_path)
     store = CheckpointStore(config.directory / "checkpoints", config.trainer.keep_checkpoints)
     torch.set_num_threads(config.trainer.threads)
-    # One process can hold what ranks wrote: a state is the same whatever the number of ranks.
-    alone = config.trainer.model_copy(update={"backend": "torch", "parallel": ParallelConfig(), "device": "cpu"})
+    # One process can hold what ranks wrote: a state is the same whatever the number of ranks. No reference, no teacher.
+    keys = ("dtype", "lora", "threads", "optimizer")
+    alone = TrainerConfig(**{key: getattr(config.trainer, key) for key in keys})
     backend = registry("train_backend").load("torch")(Path(config.model.path), alone, config.run.seed)
     with _held(store, step, out.with_name(f".held-{out.name}")) as checkpoint:
         if checkpoint is None:

@@ -43,13 +43,10 @@ def gather_tokens(
     Tokens of a datum that has no behaviour_logprobs take the policy's own, detached. What is not given is taken from
     the datums where they have it; InvalidDatum when some of them have an optional field and others not.
     """
-    chosen, sequence = np.unique(datum_index, return_inverse=True)
-    members = [data[index] for index in chosen]
-    starts = np.cumsum([0] + [len(item.token_ids) for item in members])
-    places = starts[sequence] + token_index
+    chosen, members, sequence, places = _members(data, datum_index, token_index)
 
     def gather(name: str) -> Tensor:
-        return _on(np.concatenate([getattr(item, name) for item in members])[places], policy_logprobs)
+        return _field(members, places, name, policy_logprobs)
 
     given = {
         "reference_logprobs": reference_logprobs, "teacher_logprobs": teacher_logprobs,
@@ -66,15 +63,32 @@ def gather_tokens(
     )  # fmt: skip
 
 
+def gather_field(
+    data: Sequence[Datum], datum_index: np.ndarray, token_index: np.ndarray, name: str, like: Tensor
+) -> Tensor:
+    """[N]: a field of the given tokens, in the type and on the device of `like`."""
+    _, members, _, places = _members(data, datum_index, token_index)
+    return _field(members, places, name, like)
+
+
 def gather_topk_ids(data: Sequence[Datum], datum_index: np.ndarray, token_index: np.ndarray, device: object) -> Tensor:
     """int64 [N, k]: ids of the teacher's likeliest tokens at the given tokens. InvalidDatum when a datum has none."""
-    chosen, sequence = np.unique(datum_index, return_inverse=True)
-    members = [data[index] for index in chosen]
+    _, members, _, places = _members(data, datum_index, token_index)
     if not has_field(members, "teacher_topk_ids"):
         raise InvalidDatum("the objective needs teacher_topk_ids, which the datums have not")
-    starts = np.cumsum([0] + [len(item.token_ids) for item in members])
     flat = np.concatenate([item.teacher_topk_ids for item in members if item.teacher_topk_ids is not None])
-    return torch.from_numpy(flat[starts[sequence] + token_index].astype(np.int64)).to(device)  # type: ignore[arg-type]
+    return torch.from_numpy(flat[places].astype(np.int64)).to(device)  # type: ignore[arg-type]
+
+
+def _members(
+    data: Sequence[Datum], datum_index: np.ndarray, token_index: np.ndarray
+) -> tuple[np.ndarray, list[Datum], np.ndarray, np.ndarray]:
+    """Indices of the datums that have a token [S], these datums, and of each token its datum among them and its place
+    in their tokens one after another, [N] each."""
+    chosen, sequence = np.unique(datum_index, return_inverse=True)
+    members = [data[index] for index in chosen]
+    starts = np.cumsum([0] + [len(item.token_ids) for item in members])
+    return chosen, members, sequence, starts[sequence] + token_index
 
 
 def has_field(data: Sequence[Datum], name: str) -> bool:
@@ -100,6 +114,10 @@ def _behaviour(members: Sequence[Datum], places: np.ndarray, policy_logprobs: Te
         [np.full(len(member.token_ids), item is None) for member, item in zip(members, known, strict=True)]
     )
     return torch.where(torch.from_numpy(missing[places]).to(own.device), own, _on(flat[places], own))
+
+
+def _field(members: Sequence[Datum], places: np.ndarray, name: str, like: Tensor) -> Tensor:
+    return _on(np.concatenate([getattr(item, name) for item in members])[places], like)
 
 
 def _on(values: np.ndarray, like: Tensor) -> Tensor:

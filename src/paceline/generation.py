@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -63,8 +64,7 @@ def read_output(output: pb.GenerationOutput) -> Chunk:
             raise MalformedOutput("a message without token_ids")
         return Chunk(np.zeros(0, np.int32), np.zeros(0, np.float32), (), None, None, finish)
     try:
-        tokens = arrays.from_wire(output.token_ids, "token_ids", "int32")
-        tokens = arrays.from_wire(output.token_ids, "token_ids", "int32", tokens.size)
+        tokens = arrays.from_wire(output.token_ids, "token_ids", "int32", math.prod(output.token_ids.shape))
         logprobs = arrays.from_wire(output.sampler_logprobs, "sampler_logprobs", "float32", tokens.size)
         top_ids, tops = _top(output, tokens.size)
         routing = _routing(output)

@@ -42,7 +42,7 @@ def heads(*shape: int) -> list[torch.Tensor]:
 def test_packed_sequences_see_themselves_only(lengths: list[int]) -> None:
     bounds = np.cumsum([0, *lengths])
     parts = heads(int(bounds[-1]))
-    packed = PackedTokens(qkv_format="thd", segments=segments_of(bounds, 0, 1), total=int(bounds[-1]))
+    packed = PackedTokens(qkv_format="thd", segments=segments_of(bounds, 0, 1))
     found = attention()(*parts, packed_seq_params=packed)
     wanted = torch.cat([
         plain(*(item[first:last] for item in parts)) for first, last in pairwise(bounds)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from paceline.config import ConfigError
 from paceline.config.trainer import TrainerConfig
 from paceline.plugins import registry
-from services.trainer.backends.results import PassResult, StepOutcome
+from services.trainer.backends.results import StepOutcome
 from services.trainer.backends.torch import TorchBackend
 from services.trainer.batching import plan_ranks
 from services.trainer.datum import Datum
@@ -32,8 +32,6 @@ from services.trainer.model.state import StateCopy
 from services.trainer.packing import PackedBatch, Row, empty_batch, pack, row_cost
 from services.trainer.ranks.world import World
 from services.trainer.token_batch import TokenBatch
-
-_LOSS = "sum of losses"
 
 
 class Around(nn.Module):
@@ -88,23 +86,19 @@ class FsdpBackend(TorchBackend):
         self._forget_gradient()
 
     def weights(self) -> dict[str, Tensor]:
-        """See TrainBackend.weights."""
-        return self._whole(self._dtype)
-
-    def export(self, directory: Path) -> None:
-        """See TrainBackend.export."""
-        whole = self._whole(self._dtype)
-        if self._world.rank == 0:
-            export_model(self.policy, whole, directory, self._dtype)
-
-    def _whole(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All parameters on rank 0's host, gathered one by one."""
+        """See TrainBackend.weights. Gathered one by one, onto rank 0's host."""
         found = {}
         for name, parameter in self._parameters.items():
-            whole = parameter.detach().to(self._world.device, dtype).full_tensor()  # type: ignore[attr-defined]
+            whole = parameter.detach().to(self._world.device, self._dtype).full_tensor()  # type: ignore[attr-defined]
             if self._world.rank == 0:
                 found[name] = whole.cpu()
         return found
+
+    def export(self, directory: Path) -> None:
+        """See TrainBackend.export."""
+        whole = self.weights()
+        if self._world.rank == 0:
+            export_model(self.policy, whole, directory, self._dtype)
 
     def _load_device(self, config: TrainerConfig) -> str:
         return "cpu"
@@ -156,12 +150,6 @@ class FsdpBackend(TorchBackend):
     def _backward(self, total: Tensor, tokens: TokenBatch) -> None:
         # Also where no token counts: every rank must take part in every reduction.
         (total + tokens.policy_logprobs.sum() * 0.0).backward()
-
-    def _add_ranks(self, result: PassResult, logprobs: list[np.ndarray]) -> None:
-        metrics = self._world.merge_metrics({**result.metrics, _LOSS: result.loss_sum})
-        result.loss_sum = metrics.pop(_LOSS)
-        result.metrics = metrics
-        self._world.sum_arrays(logprobs)
 
     def _state_copy(self) -> StateCopy:
         copy = super()._state_copy()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from services.trainer.ranks.world import World
+
+_LOSS = "sum of losses"
 
 
 @dataclass
@@ -16,6 +21,13 @@ class PassResult:
     policy_logprobs: list[list[np.ndarray]] = field(default_factory=list)
     """float32 [num_tokens] for each datum of each group, 0 where none was asked for."""
     num_tokens: int = 0  # that had a weight
+
+
+def add_over_ranks(result: PassResult, logprobs: Sequence[np.ndarray], world: World) -> None:
+    """Make the result of this rank's share that of all; `logprobs` are the arrays that it holds."""
+    result.metrics = world.merge_metrics({**result.metrics, _LOSS: result.loss_sum})
+    result.loss_sum = result.metrics.pop(_LOSS)
+    world.sum_arrays(logprobs)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from paceline.config.trainer import TrainerConfig
 from paceline.plugins import registry
-from services.trainer.backends.base import PassResult, StepOutcome
+from services.trainer.backends.results import PassResult, StepOutcome, add_over_ranks
 from services.trainer.batching import plan_micro_batches, plan_streams
 from services.trainer.datum import Datum, Group
 from services.trainer.gathering import gather_tokens, gather_topk_ids, groups_of, scatter_tokens, token_zeros
 from services.trainer.loss_metrics import merge
+from services.trainer.model.dtypes import DTYPES
 from services.trainer.model.export import export_model
 from services.trainer.model.host_swap import HostSwap
 from services.trainer.model.layers import checkpoint_activations, compile_layers
@@ -32,8 +32,6 @@ from services.trainer.objective import Objective
 from services.trainer.packing import PackedBatch, Row, pack, rows_of
 from services.trainer.ranks.world import World
 from services.trainer.token_batch import TokenBatch, unmasked
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @registry("train_backend").register("torch")
@@ -48,7 +46,7 @@ class TorchBackend:
         torch.set_num_threads(config.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        self._dtype = _DTYPES[dtype or config.dtype]
+        self._dtype = DTYPES[dtype or config.dtype]
         self._budget = config.tokens_per_micro_batch
         self.policy = Policy(path, self._dtype, config.lora, seed, self._load_device(config))
         self._share_prefix = share_prefix and self.policy.shares_prefixes
@@ -109,7 +107,7 @@ class TorchBackend:
         self.policy.set_dropout(False)
         if self.policy.replay is not None:
             merge(result.metrics, self.policy.replay.take_counts())
-        self._add_ranks(result, flat)
+        add_over_ranks(result, flat, self._world)
         return result
 
     def optim_step(self, denominator: float, learning_rate: float) -> StepOutcome:
@@ -198,9 +196,6 @@ class TorchBackend:
         if tokens.mask.any():
             total.backward()
 
-    def _add_ranks(self, result: PassResult, logprobs: list[np.ndarray]) -> None:
-        """Make the result of this rank's share that of all."""
-
     def _resident(self) -> list[Tensor]:
         models = [self.policy.model] + ([self._reference.model] if self._reference is not None else [])
         models += self._teachers.models if self._teachers is not None else []
@@ -255,7 +250,7 @@ class TorchBackend:
         if self._reference is None and self.policy.peft is None:
             raise ValueError("no reference was loaded; see TrainerConfig.needs_reference")
         # The reference chooses its experts itself, as the model that it is.
-        with policy.without_adapter() if self._reference is None else nullcontext():
+        with policy.without_adapter():
             return self._plain_score(policy, replace(batch, routing=None))
 
 

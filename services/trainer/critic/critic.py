@@ -18,7 +18,8 @@ from services.trainer.batching import plan_micro_batches
 from services.trainer.critic.value_loss import clipped_value_loss
 from services.trainer.critic.value_model import ValueModel
 from services.trainer.datum import Datum, Group
-from services.trainer.gathering import scatter_tokens, token_zeros
+from services.trainer.gathering import gather_field, scatter_tokens, token_zeros
+from services.trainer.model.dtypes import DTYPES
 from services.trainer.model.host_swap import HostSwap
 from services.trainer.model.masters import Masters
 from services.trainer.model.state import BackgroundSave
@@ -28,7 +29,6 @@ from services.trainer.step.schedule import learning_rate
 
 FOLDER = "critic"
 """Of its state, in the directory of the policy's."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Critic:
         self._config = config.critic
         self._total_steps = total_steps
         self._budget = config.tokens_per_micro_batch
-        compute = _DTYPES[dtype or config.dtype]
+        compute = DTYPES[dtype or config.dtype]
         path = Path(self._config.model_path) if self._config.model_path else policy_path
         # What the critic draws must not change what the policy draws.
         with torch.random.fork_rng():
@@ -132,7 +132,9 @@ class Critic:
             return
         for batch, data in self._batches(groups):
             values = self.model.score(batch)
-            before, returns = (_gather(batch, data, name).to(values) for name in ("values", "returns"))
+            before, returns = (
+                gather_field(data, batch.datum_index, batch.token_index, name, values) for name in ("values", "returns")
+            )
             found = clipped_value_loss(
                 values, before, returns, torch.ones_like(values), self._config.value_clip or None
             )
@@ -161,12 +163,6 @@ class Critic:
 
     def _tensors(self) -> list[Tensor]:
         return [*self.model.tensors(), *self.masters.resident()]
-
-
-def _gather(batch: PackedBatch, data: Sequence[Datum], name: str) -> Tensor:
-    starts = np.cumsum([0] + [len(datum.token_ids) for datum in data])
-    flat = np.concatenate([getattr(datum, name) for datum in data])
-    return torch.from_numpy(flat[starts[batch.datum_index] + batch.token_index])
 
 
 def explained_variance(groups: Sequence[Sequence[Datum]]) -> dict[str, float]:

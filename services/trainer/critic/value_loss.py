@@ -19,7 +19,7 @@ def clipped_value_loss(
     V is `predicted`, which carries the gradient, v what the critic said when the samples were scored (`values`), G the
     return. `clip` None leaves (V - G)^2 / 2. Source: the value function clipping of OpenAI's PPO (baselines, 2017) on
     the squared error of PPO, arXiv:1707.06347, eq. 9. Tokens of weight 0 get neither value nor gradient. Metric sums:
-    value_clip_fraction, the tokens whose clipped branch is the active one, and value_error, |V - G|.
+    value_clip_fraction, the tokens whose clipped branch is the active one.
     """
     mask = weights != 0
     target = unmasked(returns, mask)
@@ -30,5 +30,4 @@ def clipped_value_loss(
         clipped = (before + (value - before).clamp(-clip, clip) - target).square()
         active = (clipped > loss) & mask
         loss = loss.maximum(clipped)
-    error = (value - target).detach().abs().sum()
-    return LossSums((loss / 2 * weights).sum(), {"value_clip_fraction": active.sum(), "value_error": error})
+    return LossSums((loss / 2 * weights).sum(), {"value_clip_fraction": active.sum()})

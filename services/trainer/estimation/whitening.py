@@ -10,12 +10,12 @@ EPSILON = 1e-8
 """Added to the variance."""
 
 
-def whiten(values: Sequence[np.ndarray], population: np.ndarray | None = None) -> list[np.ndarray]:
-    """(v - mean) / sqrt(variance + 1e-8), statistics over `population` [n] (default: all entries), NaN left out.
+def whiten(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """(v - mean) / sqrt(variance + 1e-8), statistics over all entries, NaN left out.
 
     The variance is unbiased (n - 1). Fewer than two entries, or equal ones, carry no signal: all become exact zeros.
     """
-    source = np.concatenate([*values, np.empty(0)]) if population is None else population
+    source = np.concatenate([*values, np.empty(0)])
     known = source[~np.isnan(source)]
     if known.size < 2 or known.max() == known.min():
         return [np.where(np.isnan(item), np.nan, 0.0) for item in values]

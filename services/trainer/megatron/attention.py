@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.trainer.megatron.stream import Segments, places_of
+from services.trainer.megatron.stream import Segments
 
 
 class KernelPlan:
@@ -39,10 +39,8 @@ class PackedTokens(PackedSeqParams):
     """megatron-core's description of a packed batch, with what our attention needs besides."""
 
     segments: Segments | None = None
-    total: int = 0
-    """Tokens of the stream, over all context ranks."""
     positions: Tensor | None = None
-    """int64 [total]: of each token in its sequence."""
+    """int64 [T]: of each token in its sequence."""
     plan: KernelPlan | None = None
     """Made by the first layer of a pass, for the others."""
 
@@ -122,24 +120,23 @@ def _all_tokens(local: Tensor, group: Any) -> Tensor:
 
 
 class _AllTokens(torch.autograd.Function):
-    """Gathers; the gradient, which every rank has a part of, is summed."""
+    """Gathers; the gradient, which every rank has a part of, is summed.
+
+    Of R ranks, rank r has pieces r and 2R - 1 - r of the stream; see places_of.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
-        ranks = group.size()
-        total = len(local) * ranks
-        parts = [torch.empty_like(local) for _ in range(ranks)]
+        parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local.contiguous(), group=group)
-        whole = local.new_empty(total, *local.shape[1:])
-        for rank, part in enumerate(parts):
-            whole[torch.from_numpy(places_of(total, rank, ranks)).to(local.device)] = part
-        ctx.group, ctx.total = group, total
-        return whole
+        ctx.group, piece = group, len(local) // 2
+        return torch.cat([part[:piece] for part in parts] + [part[piece:] for part in reversed(parts)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (whole,) = gradients
         whole = whole.contiguous()
         dist.all_reduce(whole, group=ctx.group)
-        places = torch.from_numpy(places_of(ctx.total, ctx.group.rank(), ctx.group.size())).to(whole.device)
-        return whole.index_select(0, places), None
+        pieces = whole.chunk(2 * ctx.group.size())
+        rank = ctx.group.rank()
+        return torch.cat([pieces[rank], pieces[-1 - rank]]), None

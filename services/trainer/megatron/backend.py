@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from paceline.config.trainer import TrainerConfig
-from services.trainer.backends.results import PassResult, StepOutcome
+from services.trainer.backends.results import PassResult, StepOutcome, add_over_ranks
 from services.trainer.batching import plan_ranks, plan_streams
 from services.trainer.datum import Datum, Group
 from services.trainer.gathering import gather_tokens, groups_of, scatter_tokens, token_zeros
@@ -25,6 +25,7 @@ from services.trainer.megatron.parameters import Found, TensorSource, entries_of
 from services.trainer.megatron.state import load, state_copy
 from services.trainer.megatron.stream import Stream, stream_of
 from services.trainer.megatron.updates import Updates
+from services.trainer.model.dtypes import DTYPES
 from services.trainer.model.export import write_folder
 from services.trainer.model.shards import PieceReader
 from services.trainer.model.state import BackgroundSave, restore_rng
@@ -32,9 +33,6 @@ from services.trainer.objective import Objective
 from services.trainer.packing import row_cost
 from services.trainer.ranks.world import World
 from services.trainer.token_batch import unmasked
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_LOSS = "sum of losses"
 
 
 class Replica:
@@ -46,7 +44,7 @@ class Replica:
             torch.use_deterministic_algorithms(True, warn_only=True)
         define_missing_gemm()
         self._world, self._path = world, path
-        self._dtype = _DTYPES[config.dtype]
+        self._dtype = DTYPES[config.dtype]
         self._by_flops = config.parallel.balance == "flops"
         self.layout = lay_out(config.parallel, world, seed)
         self._budget = config.tokens_per_micro_batch * self.layout.context.size
@@ -110,10 +108,7 @@ class Replica:
 
         passes.train(self.stage, self.updates.model, streams, score, objective.needs_entropy)
         self.updates.pending |= result.num_tokens > 0
-        own = {**result.metrics, _LOSS: result.loss_sum} if self.layout.counts else {}
-        result.metrics = self._world.merge_metrics(own)
-        result.loss_sum = result.metrics.pop(_LOSS, 0.0)
-        self._world.sum_arrays(flat)
+        add_over_ranks(result, flat, self._world)
         return result
 
     def optim_step(self, denominator: float, learning_rate: float) -> StepOutcome:

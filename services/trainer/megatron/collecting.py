@@ -47,5 +47,7 @@ def _place(found: dict[str, Tensor], item: dict[str, Any], tensor: Tensor) -> No
     if item["shape"] == item["whole"]:
         found[item["name"]] = tensor
         return
-    whole = found.setdefault(item["name"], torch.empty(item["whole"], dtype=tensor.dtype))
+    if item["name"] not in found:
+        found[item["name"]] = torch.empty(item["whole"], dtype=tensor.dtype)
+    whole = found[item["name"]]
     whole[item["start"] : item["start"] + len(tensor)] = tensor

@@ -55,7 +55,7 @@ class Stage:
     def __init__(
         self, path: Path, config: ParallelConfig, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.path, self.layout, self.device = path, layout, device
+        self.layout, self.device = layout, device
         self.source = load_config(path)
         self.family = family_of(self.source)
         fields = self.family.fields()
@@ -107,7 +107,7 @@ class Stage:
         ends = torch.tensor([0, total], dtype=torch.int32)
         packed = PackedTokens(
             qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest,
-            segments=segments_of(stream.bounds, context.rank, context.size), total=total,
+            segments=segments_of(stream.bounds, context.rank, context.size),
             positions=torch.from_numpy(stream.positions).to(self.device),
         )  # fmt: skip
         tokens = torch.from_numpy(stream.token_ids[places]).to(self.device).unsqueeze(0)

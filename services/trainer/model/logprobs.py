@@ -55,6 +55,8 @@ def top_logprobs(hidden: Tensor, head: Tensor, factor: Tensor, k: int) -> tuple[
     kind = _softmax_type(hidden.dtype)
     ids = torch.empty(len(hidden), k, dtype=torch.long, device=hidden.device)
     logprobs = hidden.new_empty(len(hidden), k, dtype=kind)
+    if k == 0:
+        return ids, logprobs
     for part in _parts(len(hidden), head):
         logits = _logits(hidden[part], head, factor[part].to(kind))
         values, ids[part] = logits.topk(k, dim=1)

@@ -48,11 +48,15 @@ class StateCopy:
         if self.rank == 0:
             _place(directory / PROGRESS, json.dumps(self.progress, sort_keys=True).encode())
 
-    def detached(self) -> StateCopy:
-        """A copy that later updates do not change."""
-        parameters = {name: item.detach().cpu().clone() for name, item in self.parameters.items()}
-        moments = {name: item.detach().cpu().clone() for name, item in self.moments.items()}
-        return replace(self, parameters=parameters, moments=moments)
+    def detached(self, optimizer: bool) -> StateCopy:
+        """A copy of what `write` will write, on the host, that later updates do not change."""
+        parameters = self.parameters if self.writes_tensors else {}
+        moments = self.moments if self.writes_tensors and optimizer else {}
+        return replace(self, parameters=_copied(parameters), moments=_copied(moments))
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: item.detach().to("cpu", copy=True) for name, item in tensors.items()}
 
 
 def _place(path: Path, data: bytes) -> None:
@@ -107,7 +111,7 @@ class BackgroundSave:
         """Write now, or copy now and write later."""
         self.finish()
         if background:
-            self._running = self._executor.submit(copy.detached().write, directory, optimizer)
+            self._running = self._executor.submit(copy.detached(optimizer).write, directory, optimizer)
         else:
             copy.write(directory, optimizer)
 

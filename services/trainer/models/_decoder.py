@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from paceline.config import ConfigError
@@ -77,10 +76,9 @@ def after_attention(number: int) -> Rule:
     return Rule("pre_mlp_layernorm.weight", (layer_name(number, "post_attention_layernorm.weight"),))
 
 
-def no_sliding_window(config: Any, keys: Sequence[str] = ("use_sliding_window",)) -> None:
+def no_sliding_window(config: Any) -> None:
     """ConfigError where some layers see a window only."""
-    refuse(config, dict.fromkeys(keys, False))
-    refuse(config, {"layer_types": ["full_attention"] * config.num_hidden_layers})
+    refuse(config, {"use_sliding_window": False, "layer_types": ["full_attention"] * config.num_hidden_layers})
 
 
 def _one(name: str, number: int) -> Rule:

@@ -6,66 +6,34 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry.util.types import AttributeValue
 
 from paceline import recording
 from paceline.api.coordinator.v1 import coordinator_service_pb2 as pb
-from paceline.blobs import BlobKeeper
-from paceline.config import RunFile
 from paceline.config.kinds import is_generated
 from paceline.ids import GroupId
-from paceline.ledger import Ledger
 from paceline.rpc import errors
 from paceline.rpc.patience import until_available
-from paceline.rpc.status import StatusBoard, timestamp
+from paceline.rpc.status import timestamp
 from paceline.samples import InvalidSample, SampleGroup
-from paceline.stream import Claim, NotReady, SampleStream
+from paceline.stream import Claim, NotReady
 from paceline.telemetry import names, tracing
-from services.trainer.backends.base import TrainBackend
-from services.trainer.checkpoint import CheckpointStore
 from services.trainer.exporting import export_run
 from services.trainer.room import until_room
-from services.trainer.run.control import Control
-from services.trainer.run.metrics import MetricsFile
 from services.trainer.run.outcome import Outcome, outcome_of
-from services.trainer.run.publication import Publisher, Snapshot
+from services.trainer.run.parts import Parts
+from services.trainer.run.publication import Snapshot
 from services.trainer.run.recovery import Recovery, StartingPoint
 from services.trainer.run.saving import Saver
 from services.trainer.run.spans import record_phases, set_values
-from services.trainer.step.step_trainer import StepResult, StepTrainer
-from services.trainer.worker import Worker
+from services.trainer.step.step_trainer import StepResult
 
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 5.0
 """How long a wait for groups lasts before the state of the run is looked at again."""
-
-
-@dataclass
-class Parts:
-    """What the loop works with."""
-
-    config: RunFile
-    status: StatusBoard
-    worker: Worker
-    backend: TrainBackend
-    trainer: StepTrainer
-    control: Control
-    publisher: Publisher
-    checkpoints: CheckpointStore
-    ledger: Ledger
-    stream: SampleStream
-    metrics: MetricsFile
-    run_ended: Callable[[], bool]
-    """Whether the coordinator said that the run is over."""
-    report: Callable[[], None]
-    """Tell the coordinator about a change of state now."""
-    blobs: BlobKeeper | None = None
-    """Of samples that have any."""
 
 
 class RunEnded(Exception):
@@ -86,10 +54,7 @@ class TrainingLoop:
         self._version = 0
         self._replay: tuple[int, ...] = ()
         self._record: dict[str, Any] | None = None
-        self._saver = Saver(
-            parts.config, parts.worker, parts.backend, parts.checkpoints, parts.control, parts.ledger, parts.stream,
-            self._activity, parts.blobs,
-        )  # fmt: skip
+        self._saver = Saver(parts, self._activity)
 
     async def run(self) -> Outcome | None:
         """Go on from the newest checkpoint, train to the last step, export, and finish the run.
@@ -139,11 +104,7 @@ class TrainingLoop:
         await parts.control.acquire()
         parts.ledger.hold(parts.control.fence, parts.control.incarnation)
         parts.stream.hold(parts.control.fence, parts.control.incarnation)
-        recovery = Recovery(
-            parts.worker, parts.backend, parts.checkpoints, parts.control, parts.ledger, parts.stream, self._activity,
-            parts.config.trainer.load_optimizer,
-        )  # fmt: skip
-        start = await recovery.recover(parts.config.digest())
+        start = await Recovery(parts, self._activity).recover()
         self._step, self._replay = start.step, start.replay
         self._saver.saved = start.step if start.checkpoint else -1
         await self._resume_records(start)

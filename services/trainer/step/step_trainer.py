@@ -139,10 +139,8 @@ class StepTrainer:
 
     def _contributes(self, group: Sequence[Datum]) -> bool:
         """Whether its gradient can differ from zero. Skipping the others changes no sum."""
-        trained = any(datum.weights.any() for datum in group)
-        if not self._objective.needs_advantages:
-            return trained
-        return trained and any(datum.weights.any() and datum.advantages.any() for datum in group)
+        needs_advantages = self._objective.needs_advantages
+        return any(datum.weights.any() and (not needs_advantages or datum.advantages.any()) for datum in group)
 
     def _fix_behaviour(self, groups: list[StepGroup], updates: Updates, result: StepResult) -> None:
         """Behaviour log-probabilities of the groups that contribute: those before the step's first update."""

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +25,13 @@ from paceline.config import ConfigError, RunFile, make_plugin, parse
 from paceline.config.kinds import EVALUATING
 from paceline.files import EXPORT_MARKER
 from paceline.ids import new_id
-from paceline.launcher.launcher import Launcher
+from paceline.launcher.launcher import Launcher, Notify
 from paceline.rpc.client import open_channel
 from paceline.weights.manifest import Manifest
 
 CALL_SECONDS = 10.0
 EXPORT_SECONDS = 1800.0
 """Longest that the export of a checkpoint may take."""
-Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ async def _publish(launcher: Launcher, model: Exported) -> None:
             kind=weights_pb2.WEIGHT_KIND_FULL, transport=table.name,
         )  # fmt: skip
         number = (await stub.PrepareVersion(prepare, timeout=CALL_SECONDS)).version.weight_version
-        uri = await asyncio.to_thread(_place, transport, model, number)
+        uri = await asyncio.to_thread(_place, transport, model, manifest.model_copy(update={"weight_version": number}))
         num_bytes = sum(item.num_bytes for item in manifest.files)
         commit = pb.CommitVersionRequest(
             request_id=new_id(), run_id=run_id, fence=fence, weight_version=number, uri=uri, num_bytes=num_bytes
@@ -138,9 +137,10 @@ def _describe(model: Exported) -> Manifest:
     return Manifest.describe(model.directory, 1, model.step, "full")
 
 
-def _place(transport: Any, model: Exported, weight_version: int) -> str:
-    stage: Path = transport.stage(weight_version)
+def _place(transport: Any, model: Exported, manifest: Manifest) -> str:
+    """Readers check the copies against the manifest, which is that of the model's own files."""
+    stage: Path = transport.stage(manifest.weight_version)
     for path in model.directory.glob("*.safetensors"):
         shutil.copyfile(path, stage / path.name)
-    Manifest.describe(stage, weight_version, model.step, "full").write(stage)
-    return transport.publish(stage, weight_version)
+    manifest.write(stage)
+    return transport.publish(stage, manifest.weight_version)
